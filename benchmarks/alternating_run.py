@@ -11,8 +11,6 @@ run on the same hosts. The run's clock stands still while the others train a ste
 logs contains one. Megatron's own log lines do.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

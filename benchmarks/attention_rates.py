@@ -13,8 +13,6 @@ for lists.
 ``--device cpu`` runs all of it on few tokens, to check the benchmark.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

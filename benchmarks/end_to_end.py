@@ -6,8 +6,6 @@
 ``--help`` says what is measured, and ``end_to_end/`` how.
 """
 
-from __future__ import annotations
-
 import sys
 
 from end_to_end.command import main

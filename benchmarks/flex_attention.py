@@ -9,8 +9,6 @@ Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head
 the row, B tokens of a block, K places of a list.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

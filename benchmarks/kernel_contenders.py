@@ -4,8 +4,6 @@
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence

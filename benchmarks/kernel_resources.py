@@ -13,8 +13,6 @@ before a GPU is at hand; they are no times. ``--candidates`` takes other tile sh
 table's too.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

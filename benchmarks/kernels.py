@@ -18,8 +18,6 @@ it checks the benchmark, and its times say nothing. Without it, exits with statu
 device is visible.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

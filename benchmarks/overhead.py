@@ -22,8 +22,6 @@ Needs two idle cores, and the packages that the quickstart installs. --quick sho
 it runs; its figures say nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import functools

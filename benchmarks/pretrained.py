@@ -6,8 +6,6 @@
 ``--help`` says what is read and how, and ``pretrained/`` does it.
 """
 
-from __future__ import annotations
-
 import sys
 
 from pretrained.command import main

@@ -6,8 +6,6 @@
 ``--help`` says what is trained, and ``quality/`` how.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

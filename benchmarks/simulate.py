@@ -7,8 +7,6 @@ Times are counted operations of an H200. Every row plans the same generated leng
 dense attention in order of arrival.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

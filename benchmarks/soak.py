@@ -6,8 +6,6 @@
 ``--help`` says what is done, and ``soak/`` how.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

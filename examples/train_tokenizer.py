@@ -9,8 +9,6 @@ It is a byte-level BPE, which encodes any text without an unknown token, in the 
 Models that start from trained weights need the tokenizer of those weights instead.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import ArgumentParser
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/COMMANDS.md from the commands' own help: ``python scripts/generate_commands.py``."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/FLAGS.md from ``SparseBalanceConfig``: ``python scripts/generate_flags.py``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

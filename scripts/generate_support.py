@@ -5,8 +5,6 @@ The refusals in docs/SUPPORT.md and the files to start with in CONTRIBUTING.md, 
 marks; and docs/support.json, the tables of docs/SUPPORT.md for programs.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -6,8 +6,6 @@ A comparison loses its limit or turns round, a sum becomes a difference, a numbe
 messages hold (annotations, decorators, what is raised or formatted) is left as it is.
 """
 
-from __future__ import annotations
-
 import ast
 from dataclasses import dataclass
 

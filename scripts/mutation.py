@@ -11,8 +11,6 @@ goes on where the last one stopped; --again runs survivors anew, after tests wer
 Tests are run in processes forked from this one, which has imported the libraries that they need.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

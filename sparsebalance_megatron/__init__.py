@@ -31,8 +31,6 @@ V virtual stages, C = P x V chunks, M micro-batches, J = R x M micro-batches; a 
 and backward. A file's own letters, or closer meanings, stand in its "Shape legend".
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -8,8 +8,6 @@
 - Anything else is a bug and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that name what a user can change."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

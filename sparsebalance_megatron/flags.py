@@ -6,8 +6,6 @@ that over the file of ``--sparse-balance-config``, the file over ``--sparse-bala
 over the default.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -4,8 +4,6 @@
 Kernels ask what runs, counted costs what will run.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 

@@ -15,8 +15,6 @@ a run on its ranks (:func:`begin_host_run`), whose :class:`HostRun` puts them in
 Importing this module loads neither torch nor Megatron.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -136,7 +134,7 @@ def is_enabled(args: Namespace) -> bool:
 
 
 @one_line_errors()
-def training_hooks(args: Namespace) -> TrainingHooks:
+def training_hooks(args: Namespace) -> "TrainingHooks":
     """Replacements for a script's dataset provider, forward step and layer spec; ``args`` are
     validated.
 

@@ -4,8 +4,6 @@
 Bounded in memory and time: a file must be a regular one, and its size or its lines bounded.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat

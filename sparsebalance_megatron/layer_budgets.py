@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base budgets by layer: the text of the flag, and from it one number for every layer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from functools import lru_cache

@@ -4,8 +4,6 @@
 Without ``--sparse-balance`` this is Megatron's own training, unchanged.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -5,8 +5,6 @@ Both are entry points, "module:OBJECT", and are loaded when they are asked for. 
 declare theirs in the group :data:`GROUP`; docs/EXTENDING.md shows how.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points

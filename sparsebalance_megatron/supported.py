@@ -4,8 +4,6 @@
 What says that a dependency is missing loads none.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import runpy

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of plain text and bars of progress, for terminals and logs of any width."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

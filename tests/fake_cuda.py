@@ -6,8 +6,6 @@ for: ``item``, ``nonzero``, a boolean index, ``repeat_interleave``. Kernels of T
 what they are given is looked at.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import weakref

@@ -10,8 +10,6 @@ CPU adapter is installed, where it finds no GPU; it asks for one only to look fo
 Engine, which needs one. Programs that bring a Megatron of their own take torchrun.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import functools

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the real training loop on several ranks and reads back what it printed and logged."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -85,7 +83,7 @@ class TrainingRun:
         """A value of every step record."""
         return [step[name] for step in self.steps]
 
-    def require_success(self) -> TrainingRun:
+    def require_success(self) -> "TrainingRun":
         """Self; fails with the end of the output otherwise."""
         if self.exit_code:
             raise AssertionError(f"exit code {self.exit_code}\n{self.output[-6000:]}")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-batches as Megatron's attention gets them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

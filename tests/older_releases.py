@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marks of tests that need newer releases of PyTorch and Triton than the package does."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 import pytest

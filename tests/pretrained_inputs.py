@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents, a tiny model and random queries, for tests of the pretrained model's benchmark."""
 
-from __future__ import annotations
-
 import torch
 from pretrained.documents import Document, make_documents
 from pretrained.reading import Asked, Reader

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records and lines of logs of which a test sets what it looks at."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from typing import Any

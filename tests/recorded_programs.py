@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that stand in for others on PATH and write down how they were called."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Hugging Face models that read sparsely, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

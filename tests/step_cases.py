@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planned and measured steps, for tests of what is said about them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

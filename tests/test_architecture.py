@@ -2,8 +2,6 @@
 """Rules that are read from the source: who may import what, where a step may wait for the device or
 copy, that nothing runs what it reads; and what `import` really loads."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What may leave a command: one line and a status for each, and nothing half written."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

@@ -4,8 +4,6 @@
 The uses are read from the source. scripts/test_megatron_main.sh runs it under Megatron's main.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import importlib

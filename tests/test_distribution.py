@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a source distribution and a wheel hold, built without a network, and that both work."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

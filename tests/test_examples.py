@@ -6,8 +6,6 @@ in forked processes with the environment that the script gives it. The model and
 as they are; one launched process stands for all ranks. One example is run per push.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of flags, modes, options in a file, and the text of budgets by layer."""
 
-from __future__ import annotations
-
 import re
 from argparse import ArgumentParser
 from dataclasses import asdict, fields

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that users name are opened, or refused in no time, whatever they are."""
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path

@@ -6,8 +6,6 @@ program without a rule in :func:`check` is "command not found" and fails. The co
 scripts/quickstart.sh and scripts/gpu_check.sh go through the same rules.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The patches for Megatron-LM's own script: what they say, and what they do to a real checkout."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -5,8 +5,6 @@ Change it together with CHANGELOG.md. docs/FLAGS.md freezes flags, choices and d
 scripts make it and other pages.
 """
 
-from __future__ import annotations
-
 import re
 import runpy
 from importlib.metadata import PackageNotFoundError, distribution

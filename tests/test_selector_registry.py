@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selectors that other packages bring: found by name, refused in one line where they are broken."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

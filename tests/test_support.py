@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags and tests that docs/SUPPORT.md names exist; every flag of Megatron's main is judged."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Megatron that is missing or too old ends commands and training in one line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

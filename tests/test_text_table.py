@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of every width hold every cell whole."""
 
-from __future__ import annotations
-
 import pytest
 
 from sparsebalance_megatron.text_table import shown_ms, text_table

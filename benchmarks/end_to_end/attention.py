@@ -5,8 +5,6 @@ Imports Megatron. Shape legend: T tokens of the packed sequence, H query heads, 
 dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise

@@ -19,8 +19,6 @@ Documents are the sources of Python's standard library, up to --seq-length token
 keeps them, the cost table and all logs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paired statistics of measured steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any

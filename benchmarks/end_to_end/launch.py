@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts what the benchmark needs, one process after the other: data, cost table, training."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

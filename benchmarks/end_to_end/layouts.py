@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts, models and Megatron's flags for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GPU_RANKS = 4

@@ -4,8 +4,6 @@
 Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

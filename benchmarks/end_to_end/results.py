@@ -4,8 +4,6 @@
 Shape legend: D data-parallel ranks, P pipeline stages, V virtual stages, M micro-batches.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

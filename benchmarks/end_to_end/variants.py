@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The variants that are compared, and which of them trains in which step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ gradient reduction and the optimizer; all ranks begin it together. The peak is t
 memory within it, null where the kernel does not say.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

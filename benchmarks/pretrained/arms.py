@@ -4,8 +4,6 @@
 An arm is a line of words: ``token-query-head 8 first=1 layers=peaks``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Shape legend: T tokens, Q rows that ask, H query heads, G KV heads, D head dim, 
 layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256

@@ -4,8 +4,6 @@
 Shape legend: L layers, K budgets.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

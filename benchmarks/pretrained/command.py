@@ -21,8 +21,6 @@ half, fp8, half-fp8).
 computed again: the command may be stopped and started, and run for other groups side by side.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -203,7 +201,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def chosen_arms(options: argparse.Namespace, group: Group) -> tuple[Arm, ...]:
+def chosen_arms(options: argparse.Namespace, group: Group) -> "tuple[Arm, ...]":
     """Arms that read a group: those that were asked for, or the standard set.
 
     Raises:
@@ -219,8 +217,11 @@ def chosen_arms(options: argparse.Namespace, group: Group) -> tuple[Arm, ...]:
 
 
 def projections(
-    options: argparse.Namespace, reader: Reader, encode: Encode, chosen: Mapping[str, Sequence[Arm]]
-) -> dict[int, list[Projection]]:
+    options: argparse.Namespace,
+    reader: "Reader",
+    encode: "Encode",
+    chosen: "Mapping[str, Sequence[Arm]]",
+) -> "dict[int, list[Projection]]":
     """Those to half of the channels by documents' tokens, where an arm needs them: measured once on
     other texts of that length and kept beside the model."""
     from pretrained import arms, block_scores
@@ -246,7 +247,7 @@ def projections(
 
 
 def layer_sensitivities(
-    options: argparse.Namespace, reader: Reader, encode: Encode, wanted: Collection[str | None]
+    options: argparse.Namespace, reader: "Reader", encode: "Encode", wanted: Collection[str | None]
 ) -> dict[str, Any]:
     """Those of the wanted names, measured once and kept; and those that are given."""
     from pretrained import budgets

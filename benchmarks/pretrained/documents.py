@@ -6,8 +6,6 @@ All follow from a seed.
 Shape legend: T tokens that are read, X scored labels.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 Shape legend: X scored labels.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@
 The wheel is found, not imported: its code needs packages that nothing here does.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from importlib.util import find_spec

@@ -20,8 +20,6 @@ Nothing here was timed with wishes. Assumed:
 Shape legend: L layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pretrained.arms import ALL, EXACT, FP8, HALF, HALF_FP8, Arm

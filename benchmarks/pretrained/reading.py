@@ -9,8 +9,6 @@ Shape legend: B documents of a batch, T tokens that are read, Q of them that ask
 heads, G KV heads, D head dim, E hidden size, V vocabulary, X scored labels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -166,7 +164,7 @@ class Reader:
             right.append(logits.argmax(-1) == label)
         return Scores(loss_X=torch.cat(loss), right_X=torch.cat(right))
 
-    def _attending(self, reading: _Reading) -> _Reading:
+    def _attending(self, reading: "_Reading") -> "_Reading":
         self.model.set_attn_implementation(NAME)
         reading.modules = [layer.self_attn for layer in self.model.model.layers]
         return reading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores on disk, and what is made of them: means over documents, their intervals, a table."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -9,8 +9,6 @@ Shape legend: T tokens, Q rows that select, H query heads, G KV heads, D head di
 select, N blocks of the document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 import torch

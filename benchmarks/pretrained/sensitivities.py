@@ -4,8 +4,6 @@
 Shape legend: L layers, H query heads, Q query tokens, N blocks, K budgets, X scored labels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import fmean
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads groups of documents by arms, whatever of it is not yet on disk."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

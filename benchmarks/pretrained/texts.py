@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text that lies on every machine: Python's own library and what installed packages ship."""
 
-from __future__ import annotations
-
 import random
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence

@@ -15,8 +15,6 @@ Shape legend: T tokens, Q rows that ask, H query heads, G KV heads, D head dim, 
 C heads that read, R tokens of a tile, U query heads of a KV head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -62,7 +60,7 @@ class WishRule:
         return lambda v_TGD: attend(asked, v_TGD, found.read_CQN)
 
     @torch.no_grad()
-    def reading(self, asked: Asked, budget: int) -> WishedBlocks:
+    def reading(self, asked: Asked, budget: int) -> "WishedBlocks":
         """What the rows of a layer read; it is counted."""
         settings = self.arm.wishes
         assert settings is not None, "the arm has wishes"

@@ -4,8 +4,6 @@
 Shape legend: T steps, L layers, S samples of a global batch, X places found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arms: ways to train the same model on the same documents from the same weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

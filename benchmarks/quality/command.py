@@ -17,8 +17,6 @@ and stands in the new one beside what was. --page rewrites the tables of a page 
 trains nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents whose answers are known: what tasks generate, train on and are scored by."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means over seeds with 95 % intervals of Student's t, and differences paired by seed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

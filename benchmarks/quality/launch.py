@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts runs one after the other: their data, their ranks, and what the ranks left."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -13,8 +13,6 @@ Shape legend: B documents of a batch, T their tokens, X labels that count, W wor
 budgets.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

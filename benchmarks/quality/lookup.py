@@ -6,8 +6,6 @@ multi-query associative recall in HazyResearch/zoology, ``stacked_mqar``). Queri
 a query token, then the value, which alone is scored.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

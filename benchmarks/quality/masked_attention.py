@@ -9,8 +9,6 @@ head dim, N block number inside a document (as a size: the most blocks of any), 
 C heads that select, K places of a list.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

@@ -6,8 +6,6 @@
 Leaves ``rank<R>.json`` and ``rank<R>.npz`` in the run's directory.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finished runs on disk, and the one JSON file that is made of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

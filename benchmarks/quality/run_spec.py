@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run: a study's model trained in one arm from one seed. How it is named, told and flagged."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,7 +72,7 @@ class RunSpec:
         return path
 
     @classmethod
-    def read(cls, path: str) -> RunSpec:
+    def read(cls, path: str) -> "RunSpec":
         return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
     def flags(self) -> list[str]:

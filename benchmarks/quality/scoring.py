@@ -5,8 +5,6 @@ Shape legend: T tokens of the packed sequence, S documents, L layers, X scored l
 the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

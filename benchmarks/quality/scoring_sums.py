@@ -4,8 +4,6 @@
 Shape legend: X scored labels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -14,8 +14,6 @@ again.
 Shape legend: L layers.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

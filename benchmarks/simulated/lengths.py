@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sample lengths with published parameters, in tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import numpy as np

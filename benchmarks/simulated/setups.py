@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Named jobs of Qwen2.5-3B on generated lengths; two are the paper's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One attempt at a run on forked ranks, watched from outside until it ends or is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

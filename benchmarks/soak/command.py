@@ -14,8 +14,6 @@ Four ranks over gloo (two data-parallel, two pipeline stages) with evaluation an
 --quick has one pipeline.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the attempts at a run have logged: every step of every attempt, once and in order."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

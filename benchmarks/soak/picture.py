@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A soak as one picture: which steps every attempt ran, and what its largest rank held."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

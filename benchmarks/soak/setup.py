@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data and flags of a soak: a small model, whose checkpoint's files outgrow its logs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

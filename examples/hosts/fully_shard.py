@@ -8,8 +8,6 @@ the plugin's; the rest is a loop around Megatron's schedule. Run it on two CPU r
     torchrun --nproc-per-node 2 examples/hosts/fully_shard.py
 """
 
-from __future__ import annotations
-
 if __name__ == "__main__":
     from sparsebalance_megatron.megatron import cpu
 

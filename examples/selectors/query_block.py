@@ -7,8 +7,6 @@ decodes could use, so that ``check_selector`` refuses it; or the block's first q
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim, S documents.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

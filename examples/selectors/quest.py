@@ -11,8 +11,6 @@ Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head
 S documents, C heads that select, E query heads of a selecting head.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@
 Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ).
 """
 
-from __future__ import annotations
-
 import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence

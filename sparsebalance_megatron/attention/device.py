@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies from the host to a device, and products there in the precision of their operands."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

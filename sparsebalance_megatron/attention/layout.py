@@ -4,8 +4,6 @@
 Shape legend: B places of a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,7 +101,7 @@ class PackedLayout:
     def blocks_per_document(self) -> tuple[int, ...]:
         return tuple(self.grid.blocks_S.tolist())
 
-    def split(self, documents: int) -> tuple[PackedLayout, PackedLayout]:
+    def split(self, documents: int) -> "tuple[PackedLayout, PackedLayout]":
         """Layouts of the first documents, and of all others, of which there are some; made once."""
         if documents not in self._splits:
             boundaries = self.grid.boundaries
@@ -113,7 +111,7 @@ class PackedLayout:
         return self._splits[documents]
 
     @cached_property
-    def _splits(self) -> dict[int, tuple[PackedLayout, PackedLayout]]:
+    def _splits(self) -> "dict[int, tuple[PackedLayout, PackedLayout]]":
         return {}
 
     def to_blocks(self, x_T: Tensor, blocks: slice | None = None) -> Tensor:
@@ -232,7 +230,7 @@ class LayoutPair:
     own_block_N: Tensor
 
     @classmethod
-    def within(cls, layout: PackedLayout) -> LayoutPair:
+    def within(cls, layout: PackedLayout) -> "LayoutPair":
         """Queries and keys of one sequence."""
         return cls(
             query_layout=layout,
@@ -244,7 +242,7 @@ class LayoutPair:
     @classmethod
     def of_blocks(
         cls, query_layout: PackedLayout, kv_layout: PackedLayout, own_blocks: Sequence[int]
-    ) -> LayoutPair:
+    ) -> "LayoutPair":
         """Queries of some blocks of the keys' sequence; others in ``own_blocks`` are a
         ValueError."""
         own_N = np.asarray(own_blocks, dtype=np.int64)

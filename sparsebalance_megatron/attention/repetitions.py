@@ -11,8 +11,6 @@ Shape legend: T tokens of the packed sequence or of a document, Y rows that are 
 heads of a KV head, X rows and query heads of a KV head, A kinds: matching, copying.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

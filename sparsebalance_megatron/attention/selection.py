@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of the KV blocks that every query reads: output of selectors, input of attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -60,7 +58,7 @@ class Selection:
     @classmethod
     def within(
         cls, layout: PackedLayout, *, indices_QCK: Tensor, counts_QC: Tensor, by_token: bool
-    ) -> Selection:
+    ) -> "Selection":
         """A selection whose queries and keys lie in the same sequence."""
         return cls(
             indices_QCK=indices_QCK,
@@ -74,7 +72,7 @@ class Selection:
     @classmethod
     def of_documents(
         cls, query_layout: PackedLayout, kv_layout: PackedLayout | None = None
-    ) -> Selection:
+    ) -> "Selection":
         """Whole documents, for :mod:`.kernels.dense`; it has no lists. ``kv_layout``: of the keys,
         where these are others."""
         device = query_layout.number_N.device
@@ -88,7 +86,7 @@ class Selection:
         )
 
     @classmethod
-    def of_everything(cls, layouts: LayoutPair, kv_heads: int) -> Selection:
+    def of_everything(cls, layouts: LayoutPair, kv_heads: int) -> "Selection":
         """Every block of queries reads all blocks of its document up to itself: dense attention."""
         own_N, kv_layout = layouts.own_block_N, layouts.kv_layout
         past_K = torch.arange(kv_layout.max_blocks, device=own_N.device)
@@ -111,7 +109,7 @@ class Selection:
         by_token: bool,
         query_layout: PackedLayout,
         kv_layout: PackedLayout,
-    ) -> Selection:
+    ) -> "Selection":
         """A selection from what :meth:`tensors` gave, and what it does not give."""
         indices_QCK, counts_QC, own_block_N, *columns = tensors
         return cls(
@@ -124,7 +122,7 @@ class Selection:
             columns=ColumnLists(tokens_NGK=columns[0], counts_NG=columns[1]) if columns else None,
         )
 
-    def of_head(self, head: int, heads: int) -> Selection:
+    def of_head(self, head: int, heads: int) -> "Selection":
         """The lists of one of ``heads`` heads: of a KV head, or of each head that selects."""
         lists = self.counts_QC.shape[1] // heads
         some, columns = slice(head * lists, (head + 1) * lists), self.columns
@@ -139,7 +137,7 @@ class Selection:
             columns=columns,
         )
 
-    def without_first(self, rows: int) -> Selection:
+    def without_first(self, rows: int) -> "Selection":
         """The selection with empty lists for the first rows, blocks or tokens as they select."""
         counts_QC, columns = self.counts_QC.clone(), self.columns
         counts_QC[:rows] = 0

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares a device's kernels and router with the reference, on a small ragged sequence."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate

@@ -7,8 +7,6 @@ this package become a line for the user. Only the chosen one is imported, so
 What follows ``--`` on the command line arrives, unread, as the list ``arguments.passed_on``.
 """
 
-from __future__ import annotations
-
 try:
     import argparse
     import importlib

@@ -5,8 +5,6 @@ One process does it on the CPU, also where a GPU is visible. Both checkpoints ar
 Torch and Megatron take seconds to import, which neither ``--help`` nor a wrong flag should cost.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os
@@ -137,7 +135,7 @@ def _whole_directory(output: Path) -> Iterator[Path]:
             output.rmdir()
 
 
-def _print_flags(arguments: argparse.Namespace, model: Decoder) -> None:
+def _print_flags(arguments: argparse.Namespace, model: "Decoder") -> None:
     import torch
 
     from sparsebalance_megatron.convert.megatron_model import model_arrays, parse_model_flags
@@ -147,7 +145,7 @@ def _print_flags(arguments: argparse.Namespace, model: Decoder) -> None:
     print(model_arrays(model, args, arguments.hf_dir), end="")
 
 
-def _from_hf_to_megatron(arguments: argparse.Namespace, model: Decoder) -> None:
+def _from_hf_to_megatron(arguments: argparse.Namespace, model: "Decoder") -> None:
     """Write a Megatron checkpoint from a Hugging Face directory; print counts and flags."""
     from tqdm import tqdm
 
@@ -172,7 +170,7 @@ def _from_hf_to_megatron(arguments: argparse.Namespace, model: Decoder) -> None:
     print(f"flags of the model, also in {arguments.output / FLAGS_FILE}:\n{flags}", end="")
 
 
-def _from_megatron_to_hf(arguments: argparse.Namespace, model: Decoder) -> None:
+def _from_megatron_to_hf(arguments: argparse.Namespace, model: "Decoder") -> None:
     import torch
 
     from sparsebalance_megatron.convert import megatron_model as of_megatron
@@ -215,8 +213,8 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: Decoder) -> None:
 
 
 def _built(
-    model: Decoder, flags: Sequence[str], dtype: torch.dtype
-) -> tuple[argparse.Namespace, torch.nn.Module]:
+    model: "Decoder", flags: Sequence[str], dtype: "torch.dtype"
+) -> "tuple[argparse.Namespace, torch.nn.Module]":
     import torch
 
     from sparsebalance_megatron.convert.megatron_model import build_model, parse_model_flags

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sparse-balance env``: versions and devices; with --check, which attention is right here."""
 
-from __future__ import annotations
-
 import platform
 from argparse import ArgumentParser, Namespace
 from typing import Any

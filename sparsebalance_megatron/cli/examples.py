@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sparse-balance examples``: the scripts, adapters and patches that come with the package."""
 
-from __future__ import annotations
-
 import shutil
 from argparse import ArgumentParser, Namespace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Printing and writing of commands; each failure is one line."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sparse-balance plan``: what a job's steps would take, before any GPU is used."""
 
-from __future__ import annotations
-
 import itertools
 import shlex
 from argparse import ArgumentParser, Namespace

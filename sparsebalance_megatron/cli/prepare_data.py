@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sparse-balance prepare-data``: documents to Megatron's ``.bin`` and ``.idx`` files."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sparse-balance profile``: measure a model's parts on this machine and write a cost table."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from functools import partial
@@ -85,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _exchange_report(table: CostTable, model: CostModel) -> str:
+def _exchange_report(table: "CostTable", model: "CostModel") -> str:
     from sparsebalance_megatron.cost.exchange import gigabytes_per_second
 
     received = gigabytes_per_second(model.exchange.ms_per_byte)
@@ -95,7 +93,7 @@ def _exchange_report(table: CostTable, model: CostModel) -> str:
     )
 
 
-def _report(what: str, errors: dict[tuple[Part, Direction], FitError]) -> str:
+def _report(what: str, errors: "dict[tuple[Part, Direction], FitError]") -> str:
     lines = [f"relative error of {what}:"]
     lines += [
         f"  {part:<10} {direction:<9} median {error.median:6.1%}  p95 {error.p95:6.1%}  "

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sparse-balance sensitivity``: find the layers that need many blocks, before training."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from statistics import correlation

@@ -6,8 +6,6 @@ RoPE are read in both places where its versions write them (``rope_parameters``,
 with ``rope_scaling``).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

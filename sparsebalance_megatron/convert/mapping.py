@@ -8,8 +8,6 @@ Shape legend: F MLP columns, W vocabulary rows, X padded vocabulary rows. Only t
 is named: weights [.., hidden] and biases [..] are packed alike.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ sparse attention in its config.json and among Megatron's arguments.
 Import only after the CPU adapter has been installed.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -67,7 +65,7 @@ _SAME_FUNCTION = re.compile(
 )
 """Settings of Megatron's models that change nothing of what a model computes from its weights."""
 
-_NOT_OF_THE_MODEL: tuple[Flag, ...] = (
+_NOT_OF_THE_MODEL: "tuple[Flag, ...]" = (
     # Megatron asks for them although nothing is trained.
     ("--micro-batch-size", "1"),
     ("--tokenizer-type", "NullTokenizer"),

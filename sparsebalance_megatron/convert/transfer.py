@@ -5,8 +5,6 @@ A directory has one safetensors file, or several with an index. Tensors are read
 files written one at a time. Configuration and tokenizer are carried over.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -75,7 +73,7 @@ class TransferCounts:
 
 
 def read_weights(
-    files: WeightFiles, targets: Mapping[str, Tensor], model: Decoder, progress: Progress
+    files: "WeightFiles", targets: Mapping[str, Tensor], model: Decoder, progress: Progress
 ) -> TransferCounts:
     """Overwrite Megatron's parameters by name, all of one dtype, from files that match the model.
 
@@ -173,7 +171,7 @@ def _check_range(value: Tensor, dtype: torch.dtype, name: str) -> None:
         raise ConvertError(f"{name}: numbers exceed the range of {dtype}; use bfloat16")
 
 
-def _check_tied_copy(files: WeightFiles, model: Decoder) -> int:
+def _check_tied_copy(files: "WeightFiles", model: Decoder) -> int:
     """Count the copies of the embedding that are stored beside it."""
     if not model.tie_word_embeddings or OUTPUT not in files.dtypes:
         return 0
@@ -220,7 +218,7 @@ class WeightFiles:
             self._open(path)
         self.recomputed = sum(map(is_recomputed, self.dtypes))
 
-    def __enter__(self) -> WeightFiles:
+    def __enter__(self) -> "WeightFiles":
         return self
 
     def __exit__(self, *exception: Any) -> None:

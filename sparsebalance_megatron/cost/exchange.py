@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of what ranks exchange: keys and values of shared micro-batches, tokens of experts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -67,7 +65,7 @@ class Exchange:
     heads_within: int = 1
 
     @classmethod
-    def of(cls, elements: int, dtype: str = "bfloat16") -> Exchange:
+    def of(cls, elements: int, dtype: str = "bfloat16") -> "Exchange":
         """The exchange at the nominal bandwidth of a model with so many elements of keys and values
         per token; gradients travel in float32 at least."""
         element_bytes = _ELEMENT_BYTES.get(dtype, 2.0)
@@ -95,7 +93,7 @@ class Exchange:
         last = self.cp_size_slowness[-1][1] if self.cp_size_slowness else 1.0
         return (cp_size - 1) / cp_size * next(wider, last)
 
-    def in_nodes(self, ranks: int) -> Exchange:
+    def in_nodes(self, ranks: int) -> "Exchange":
         """The exchange at the nominal rates within nodes of so many ranks and between them."""
         slower = _NOMINAL_IN_NODE_GIGABYTES_PER_SECOND / NOMINAL_GIGABYTES_PER_SECOND
         return replace(

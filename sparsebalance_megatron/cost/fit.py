@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits a cost model to a table of measurements, and says how far to believe it."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

@@ -2,8 +2,6 @@
 """Estimates the memory of a pipeline stage by counting tensors: weights with gradients and Adam's
 state, activations of the micro-batches in flight, and the lists of selected blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby

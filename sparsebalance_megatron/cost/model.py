@@ -5,8 +5,6 @@ Affine costs add up over documents, never fall when a feature grows, and extrapo
 lengths that were not measured.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -142,7 +140,7 @@ class CostModel:
 
     def with_recompute(
         self, *, full: bool, attention_only: bool, attention_kept: bool = False
-    ) -> CostModel:
+    ) -> "CostModel":
         """A model whose backward contains the forward, and what it exchanges, that activation
         recomputation repeats.
 
@@ -161,7 +159,7 @@ class CostModel:
         exchange = replace(self.exchange, repeated=repeated >= _ATTENTION_RECOMPUTE)
         return replace(self, backward_ms=backward_ms, exchange=exchange)
 
-    def with_frozen_weights(self) -> CostModel:
+    def with_frozen_weights(self) -> "CostModel":
         """A model whose weights take no gradients, as under low-rank adapters (LoRA).
 
         Backward of a projection is two products as large as its forward, one for its input and one
@@ -175,7 +173,7 @@ class CostModel:
         }
         return replace(self, backward_ms=backward_ms)
 
-    def with_bandwidth(self, gigabytes_per_second: float | None) -> CostModel:
+    def with_bandwidth(self, gigabytes_per_second: float | None) -> "CostModel":
         """A model whose ranks receive keys and values at one bandwidth at every cp_size, if any."""
         if gigabytes_per_second is None:
             return self
@@ -184,7 +182,7 @@ class CostModel:
         return replace(self, exchange=exchange)
 
     @property
-    def with_model_attention(self) -> CostModel:
+    def with_model_attention(self) -> "CostModel":
         """A model whose dense attention is counted as the model's own; as it is where measured."""
         if self.efficiency is None:
             return self
@@ -208,7 +206,7 @@ class CostModel:
         )
 
     @property
-    def with_dense_attention(self) -> CostModel:
+    def with_dense_attention(self) -> "CostModel":
         """A model that knows dense attention: if not measured, it costs what as many block pairs of
         sparse attention do, without a router."""
         if Part.DENSE_ATTENTION in self.forward_ms:
@@ -237,7 +235,7 @@ class CostModel:
         efficiency: Efficiency | None = None,
         expert_parallel_size: int = 1,
         gigabytes_per_second: float | None = None,
-    ) -> CostModel:
+    ) -> "CostModel":
         """Counted operations over a device's rates, where nothing was measured.
 
         Counts matrix multiplications, twice per multiply-add, of one tensor-parallel rank.
@@ -379,12 +377,12 @@ class StageScales:
     cut_ratio: float = 1.0
 
     @classmethod
-    def ones(cls, stages: int, virtual_stages: int = 1) -> StageScales:
+    def ones(cls, stages: int, virtual_stages: int = 1) -> "StageScales":
         """Predictions as the cost model makes them."""
         return cls.of(np.ones((2, stages, virtual_stages)))
 
     @classmethod
-    def of(cls, scales_2PV: np.ndarray, slowness_RP: np.ndarray | None = None) -> StageScales:
+    def of(cls, scales_2PV: np.ndarray, slowness_RP: np.ndarray | None = None) -> "StageScales":
         """Scales from copies of arrays."""
         return cls(
             scales_2PV=_read_only(scales_2PV),

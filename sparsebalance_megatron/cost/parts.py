@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a model that are timed apart, and the two directions they run in."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated
@@ -61,7 +59,7 @@ class SegmentCost:
     slowness: Annotated[float, Meta(ge=1.0, le=1e3)] = 1.03
     operation_ms: tuple[OperationMs, OperationMs] = (0.3, 0.6)
 
-    def times(self, factor: float) -> SegmentCost:
+    def times(self, factor: float) -> "SegmentCost":
         """These costs where segments take ``factor`` times as long, at least as long as one
         piece."""
         return replace(self, slowness=max(1.0, factor * self.slowness))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of measurements, as JSON: cost tables, and sensitivities of a model's layers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -221,7 +219,7 @@ class CostTable:
     path: str | None = field(default=None, compare=False)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> CostTable:
+    def load(cls, path: str | os.PathLike[str]) -> "CostTable":
         """Read and check a table; :class:`CostTableError` says what is wrong with it."""
         place = os.fspath(path)
         try:

@@ -6,8 +6,6 @@ Cost and plan know of a selection only what stands here.
 Shape legend: S samples or documents of a micro-batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

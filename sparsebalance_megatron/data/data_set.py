@@ -5,8 +5,6 @@ Lengths follow from the ``.idx`` file alone; a token is read only when a sample 
 A sample of n input tokens takes n + 1 stored tokens: inputs are the first n, labels the last n.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import astuple, dataclass
@@ -45,7 +43,7 @@ class SampleCounts:
     truncated_tokens: int
     split_documents: int
 
-    def __add__(self, other: SampleCounts) -> SampleCounts:
+    def __add__(self, other: "SampleCounts") -> "SampleCounts":
         return SampleCounts(**{name: n + getattr(other, name) for name, n in vars(self).items()})
 
     def describe(self) -> str:

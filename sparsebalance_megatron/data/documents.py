@@ -10,8 +10,6 @@ i32, byte offsets i64, document boundaries i64 (sequence numbers, from 0), and f
 one mode i8 per sequence.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -104,7 +102,7 @@ class Documents:
     loss_mask: StoredValues | None = None
 
     @classmethod
-    def open(cls, prefix: str | Path, *, lengths_only: bool = False) -> Documents:
+    def open(cls, prefix: str | Path, *, lengths_only: bool = False) -> "Documents":
         """Open and check; reads the index, no token. ``lengths_only``: the ``.idx`` file alone."""
         prefix = str(prefix)
         if lengths_only:

@@ -4,8 +4,6 @@
 Shape legend: n input tokens of a sample, T tokens of the packed sequence or of a part of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -43,7 +41,7 @@ class PackedSequence:
     position_ids: np.ndarray
     loss_mask: np.ndarray
 
-    def part(self, tokens: np.ndarray, *, padding_tokens: int = 0) -> PackedSequence:
+    def part(self, tokens: np.ndarray, *, padding_tokens: int = 0) -> "PackedSequence":
         """The tokens at the given places, with their labels in the whole sequence, and padding
         behind them."""
         padding = (0, padding_tokens)

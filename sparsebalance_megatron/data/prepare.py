@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records to a data set in Megatron's format, and the tokenizers that it takes."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -168,7 +166,7 @@ def _batches(documents: Iterable[_Rendered]) -> Iterator[list[_Rendered]]:
 
 def _encoded(
     documents: Iterable[_Rendered],
-    tokenizer: DocumentTokenizer,
+    tokenizer: "DocumentTokenizer",
     eod: int | None,
     bos: int | None,
     bad: BadRecords,
@@ -213,7 +211,7 @@ def _encoded(
 
 
 def _notes(
-    counts: Counter[str], unread: Counter[str], tokenizer: DocumentTokenizer, *, prepend_bos: bool
+    counts: Counter[str], unread: Counter[str], tokenizer: "DocumentTokenizer", *, prepend_bos: bool
 ) -> list[str]:
     """What was decided for documents that another user would have otherwise."""
     notes = [*(tokenizer.conversations.notes if counts["conversations"] else ())]
@@ -277,7 +275,7 @@ class DocumentTokenizer:
     bos: int | None = None
     conversations: ConversationRenderer
 
-    def encode(self, texts: Sequence[str], *, with_offsets: bool) -> list[Encoding]:
+    def encode(self, texts: Sequence[str], *, with_offsets: bool) -> "list[Encoding]":
         """Token ids per text, with character offsets if asked for; no special tokens are added."""
         encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
         try:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Raw documents: records of files."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

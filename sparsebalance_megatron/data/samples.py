@@ -5,8 +5,6 @@ Flags for data are read by the rules of Megatron's ``get_blend_from_list`` and
 ``get_blend_and_blend_per_split``; what these would misread or assert on is refused in one line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -221,7 +219,7 @@ class SampleIndex:
         self.counts = reduce(add, (data_set.counts for data_set in data_sets))
 
     @classmethod
-    def open(cls, prefix: str | Path, **options: Any) -> SampleIndex | None:
+    def open(cls, prefix: str | Path, **options: Any) -> "SampleIndex | None":
         """Open training's part, or another, of one data set; see :func:`open_samples`."""
         blend = Blend(place=str(prefix), prefixes=(str(prefix),))
         return open_samples(blend, options.pop("split", "train"), **options)

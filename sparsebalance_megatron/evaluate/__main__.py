@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """lm-evaluation-harness with the model ``sparse-balance``: ``python -m``, then its arguments."""
 
-from __future__ import annotations
-
 import sys
 
 from sparsebalance_megatron.command_entry import ends_in_one_line

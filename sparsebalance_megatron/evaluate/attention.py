@@ -4,8 +4,6 @@
 Shape legend: B rows of a batch, Q query tokens of a row, T tokens of a row with those of the cache.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any, cast

@@ -9,8 +9,6 @@
 Versions after 0.4.13 find it by its entry point: ``lm-eval run --model sparse-balance ...``.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

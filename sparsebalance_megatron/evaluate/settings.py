@@ -5,8 +5,6 @@ They lie under ``sparse_attention_config``, with the names of MiniMax-M3 where t
 key that is not known is an error: another project's settings are not read as these.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

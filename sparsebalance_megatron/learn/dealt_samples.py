@@ -5,8 +5,6 @@ It follows from the number of a step. A checkpoint in the middle of a window hol
 is, and another choice begins after it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -68,7 +66,7 @@ class DealtSamples:
         warm_up_samples: int = 0,
         end_step: int | None = None,
         saved: Any = None,
-    ) -> DealtSamples:
+    ) -> "DealtSamples":
         """The order of a run that begins, or goes on, with a step, and has so many steps in all;
         windows begin after warm-up. ``saved``: the "window" of :meth:`state`. Raises a
         :class:`StateError` where that window cannot be ended in this run."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the steps of a host, which gives their samples, and learns from what it measured."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ Shape legend: U length buckets, W ranks that share a micro-batch, Y segments of 
 collectives of a chunk, Z passes through a collective.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -176,7 +174,7 @@ class StepMeasurement(MeasuredTimes):
     differing_ranks: tuple[int, ...]
     recompute: RecomputeTotals = field(default=RecomputeTotals())
 
-    def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> StepMeasurement:
+    def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> "StepMeasurement":
         """This step without the time that ranks waited for one another inside shared micro-batches.
 
         A rank that comes first to a shared micro-batch waits inside attention for the last to come,
@@ -254,7 +252,7 @@ class StepFigures:
     digest_mismatches: int
 
     @classmethod
-    def of(cls, planned: PlannedStep, measured: StepMeasurement) -> StepFigures:
+    def of(cls, planned: PlannedStep, measured: StepMeasurement) -> "StepFigures":
         """The figures of a step that has ended."""
         plan, scales, totals = planned.plan, planned.scales, measured.coverage
         expected = plan.expectation

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step that was planned."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +55,7 @@ class PlannedStep:
         return _ENCODER.encode((__version__, hashlib.sha256(step).digest(), msgspec.Raw(step)))
 
     @classmethod
-    def from_bytes(cls, encoded: bytes) -> PlannedStep:
+    def from_bytes(cls, encoded: bytes) -> "PlannedStep":
         """The step of :meth:`to_bytes`, or a :class:`PlanError`: of another version, or damaged."""
         try:
             version, digest, step = _ENVELOPE.decode(encoded)

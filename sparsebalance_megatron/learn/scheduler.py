@@ -5,8 +5,6 @@ While step t runs, step t + 1 is planned from what was known when t began. That 
 planning is, so that all ranks make the same plan.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -63,7 +61,7 @@ class BatchSizes:
             )
 
     @classmethod
-    def constant(cls, size: int) -> BatchSizes:
+    def constant(cls, size: int) -> "BatchSizes":
         """Every step has ``size`` samples."""
         return cls(schedule=((0, size),))
 
@@ -256,7 +254,7 @@ class Scheduler:
 
     def for_evaluation(
         self, index: SampleLengths, job: Job, global_batch_size: int, *, dense: bool
-    ) -> Scheduler:
+    ) -> "Scheduler":
         """A scheduler of evaluation: the same placement, cp_sizes and cap, no tuning.
 
         Budgets are the same in every step, so that losses are comparable: those that cover the

@@ -5,8 +5,6 @@ A plan is a pure function of the arguments of :meth:`StepPlanner.plan`, and meas
 :meth:`StepPlanner.learn` is given are identical on all ranks. So ranks make the same plans.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +67,7 @@ class Knowledge:
             "cut_ratio": self.scales.cut_ratio,
         }
 
-    def restored(self, state: Mapping[str, Any]) -> Knowledge:
+    def restored(self, state: Mapping[str, Any]) -> "Knowledge":
         """Saved knowledge of the job that this is about."""
         coverage = copy.deepcopy(self.coverage)
         coverage.load_state_dict(state["coverage"])

@@ -4,8 +4,6 @@
 Lines are written on a thread, and a lost one is counted.
 """
 
-from __future__ import annotations
-
 import atexit
 import errno
 import logging

@@ -4,8 +4,6 @@
 What a damaged file still says is kept, and every line that had to be left out is named.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

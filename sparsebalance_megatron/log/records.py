@@ -7,8 +7,6 @@ Shape legend: U length buckets, K budgets of the grid, 2 forward and backward, O
 observations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

@@ -4,8 +4,6 @@
 Importing this module does not load Megatron.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every fact that depends on a Megatron version, and nothing else (megatron-core 0.19 and 0.20)."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from argparse import Namespace

@@ -5,8 +5,6 @@ Shape legend: H query heads and G KV heads of this tensor-parallel rank, K budge
 batch, T tokens that an operation computes.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ Megatron asks CUDA for devices, streams, events and generators even where no ker
 imports nothing of this package, so that it can be loaded by itself.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -80,7 +78,7 @@ class _Event:
     def record(self, stream: Any = None) -> None:
         self._seconds = time.perf_counter()
 
-    def elapsed_time(self, end: _Event) -> float:
+    def elapsed_time(self, end: "_Event") -> float:
         return (end._seconds - self._seconds) * 1e3
 
     def query(self) -> bool:

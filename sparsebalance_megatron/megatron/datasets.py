@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which Megatron mixes data sets."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

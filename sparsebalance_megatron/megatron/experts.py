@@ -6,8 +6,6 @@ combines what the experts made of them. Backward repeats the last two the other 
 comes first to one of them waits for the others there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

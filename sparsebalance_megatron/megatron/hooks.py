@@ -5,8 +5,6 @@
 Shape legend: T tokens that a rank computes, E experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -9,8 +9,6 @@ attention's output). Queries, keys and values are computed again; backward needs
 Shape legend: T tokens of this rank's slice of the sequence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -4,8 +4,6 @@
 Compilers and assemblers have produced kernels whose gradients were wrong without an error.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -4,8 +4,6 @@
 Shape legend: T tokens that a rank computes.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -2,8 +2,6 @@
 """The model's own core attention for documents that are attended to densely: heads travel around it
 where ranks share their packed sequence."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ schedules run layers of several micro-batches in turn, and each finds its own he
 Shape legend: S samples of the micro-batch, T tokens of what runs.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,7 +40,7 @@ class CoverageObservation:
     executed_S: Tensor
     base_S: Tensor
 
-    def followed_by(self, others: CoverageObservation) -> CoverageObservation:
+    def followed_by(self, others: "CoverageObservation") -> "CoverageObservation":
         """The observation of its documents and of others behind them."""
         return CoverageObservation(
             grid_SK=torch.cat((self.grid_SK, others.grid_SK)),
@@ -117,7 +115,7 @@ class LocalMicroBatch:
         seen = CoverageObservation(grid_SK=grid_SK, executed_S=one_S, base_S=one_S)
         self.observations.update(dict.fromkeys(layers, seen))
 
-    def without(self, documents: int) -> LocalMicroBatch:
+    def without(self, documents: int) -> "LocalMicroBatch":
         """The micro-batch of all but the first documents, with observations of its own."""
         sequence = None if self.sequence is None else self.sequence.without(documents)
         layout = self.layout.split(documents)[1] if sequence is None else sequence.whole_layout
@@ -178,7 +176,7 @@ class LocalMicroBatch:
         )
         return params
 
-    def params(self) -> BudgetedPackedSeqParams:
+    def params(self) -> "BudgetedPackedSeqParams":
         """Parameters for Megatron's attention and RoPE, in the thd layout.
 
         In a run that may share sequences the layout is called sbhd, with a batch of one, and the

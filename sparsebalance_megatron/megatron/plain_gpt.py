@@ -6,8 +6,6 @@ provider and the forward step that the loop needs. Every rank reads its own batc
 is broadcast between tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial

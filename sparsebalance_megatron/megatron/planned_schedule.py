@@ -12,8 +12,6 @@ A step in which some micro-batch of some data-parallel rank has several segments
 never send them, and the host never waits for a shape.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -4,8 +4,6 @@
 Import only after the CPU adapter has been installed.
 """
 
-from __future__ import annotations
-
 import errno
 import pickle
 import re

@@ -7,8 +7,6 @@ context-parallel place alone. Neighbours of so many begin at a multiple of their
 every rank is in one group of each size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta

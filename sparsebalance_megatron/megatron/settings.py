@@ -2,8 +2,6 @@
 """Settings that the plugin reads of a trainer: from Megatron's flags, or from a trainer with its
 own loop."""
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from dataclasses import dataclass
@@ -128,7 +126,7 @@ class RunSettings:
         batch_size_schedule: tuple[tuple[int, int], ...] = (),
         shards_parameters: bool = False,
         **others: Any,
-    ) -> RunSettings:
+    ) -> "RunSettings":
         """Settings of a model; ``others`` are the fields that Megatron's config does not hold.
 
         ``vocab_size``: with padding. ``data_parallel_size``: Megatron's, which counts no
@@ -160,7 +158,7 @@ class RunSettings:
         )
 
     @classmethod
-    def from_args(cls, args: Namespace) -> RunSettings:
+    def from_args(cls, args: Namespace) -> "RunSettings":
         """Settings of a run of ``megatron.training``, from its validated arguments."""
         from megatron.training.arguments import core_transformer_config_from_args
 

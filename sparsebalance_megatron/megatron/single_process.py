@@ -4,8 +4,6 @@
 Import only after the CPU adapter has been installed where it is needed.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence

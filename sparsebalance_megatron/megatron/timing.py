@@ -6,8 +6,6 @@ forward and likewise around every backward. A proxy sees all of them without a p
 events or host times, so that recording never waits for the device.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -168,7 +166,7 @@ class MicroBatchRecorder:
 class NoTimers:
     """Timers that do nothing, for a config that has none."""
 
-    def __call__(self, name: str, log_level: int | None = None) -> NoTimers:
+    def __call__(self, name: str, log_level: int | None = None) -> "NoTimers":
         return self
 
     def start(self, barrier: bool = False) -> None:

@@ -2,8 +2,6 @@
 """Megatron's ``args``, as far as a run under ``megatron.training`` needs them; what mends its
 checkpoints of parameters that ranks hold in shards (``--use-torch-fsdp2``)."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from argparse import Namespace

@@ -7,8 +7,6 @@ Flags are checked as typed, before Megatron's own assertions can fail over them,
 Megatron has completed its arguments.
 """
 
-from __future__ import annotations
-
 import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping

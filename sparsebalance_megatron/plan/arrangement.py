@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places of all samples of a step, with the micro-batches that several ranks share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import batched
@@ -31,7 +29,7 @@ class Arrangement:
     segment_starts_blocks: tuple[tuple[tuple[int, ...], ...], ...] = ()
 
     @classmethod
-    def of_placement(cls, placement: Placement, cp_size: int = 1) -> Arrangement:
+    def of_placement(cls, placement: Placement, cp_size: int = 1) -> "Arrangement":
         """Every micro-batch of a placement onto groups of so many ranks."""
         nothing = tuple(() for _ in placement[0])
         samples = tuple(
@@ -43,7 +41,7 @@ class Arrangement:
         return cls(samples=samples, cp_sizes_RM=cp_sizes_RM)
 
     @classmethod
-    def of_places(cls, place_S: np.ndarray, cp_sizes_RM: np.ndarray) -> Arrangement:
+    def of_places(cls, place_S: np.ndarray, cp_sizes_RM: np.ndarray) -> "Arrangement":
         """Samples by the place ``rank * M + position`` where their micro-batch begins."""
         ranks, positions = cp_sizes_RM.shape
         order_S = np.argsort(place_S, kind="stable")

@@ -5,8 +5,6 @@ rank or of several, in one piece or in segments.
 Shape legend: M micro-batches (positions of a rank), W cp_sizes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

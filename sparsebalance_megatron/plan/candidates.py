@@ -21,8 +21,6 @@ whose candidates differ in their operations, is :mod:`.search.segments`. Micro-b
 context-parallel size are placed on the job whose ranks are its context-parallel groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -92,7 +90,7 @@ class Candidate:
     @classmethod
     def of(
         cls, problem: StepProblem, arrangement: Arrangement, batching: Batching = "makespan"
-    ) -> Candidate:
+    ) -> "Candidate":
         """The candidate of an arrangement."""
         budgets_LS = problem.expected_LS
         if problem.plan_settings.tunes_by_latency:

@@ -7,8 +7,6 @@ rank takes part in says which ranks share it.
 Shape legend: I items, X ranks, E groups of ranks that meet.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -4,8 +4,6 @@
 Shape legend: U length buckets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout of a training job: ranks, pipeline stages and micro-batches."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,7 +53,7 @@ class Job:
             )
 
     @classmethod
-    def even(cls, *, layers: int, ranks: int, stages: int, micro_batches: int = 1) -> Job:
+    def even(cls, *, layers: int, ranks: int, stages: int, micro_batches: int = 1) -> "Job":
         """Contiguous layers, one chunk a stage; the first stages take the remainder.
 
         Raises:
@@ -122,7 +120,7 @@ class Job:
         return chunk_of_layer_L
 
     @property
-    def groups(self) -> Job:
+    def groups(self) -> "Job":
         """The job whose ranks are the context-parallel groups of this one."""
         cp_size = self.context_parallel_size
         return replace(

@@ -8,8 +8,6 @@ Every member takes that long, and the group is one rank of the pipeline.
 Shape legend: E groups, W ranks of a group, X columns.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

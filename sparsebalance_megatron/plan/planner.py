@@ -4,8 +4,6 @@
 The shortest of all :mod:`.candidates` has its budgets tuned (:mod:`.budgets`) and is the plan.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import chain
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning time as a count of simulated operations, so that every rank searches equally far."""
 
-from __future__ import annotations
-
 OPERATIONS_PER_MS = 80_000
 """Forwards and backwards of one chunk and micro-batch that numpy simulates in a ms on one core of a
 2020s server CPU. A constant, not a measurement: ranks must agree on it to the last bit."""

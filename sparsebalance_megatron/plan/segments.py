@@ -16,8 +16,6 @@ segments of a member or of all, I samples of all micro-batches, E pieces (parts 
 prefixes, X places or columns: L layers, then C embeddings and heads, then C experts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, batched, chain, pairwise, starmap
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the user asked of plans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -31,14 +29,14 @@ class PlanSettings:
     config: SparseBalanceConfig
     max_tokens_per_micro_batch: int
     max_cp_size: int = 1
-    policy: BudgetPolicy | None = None
+    policy: "BudgetPolicy | None" = None
 
-    def with_dense_length(self, tokens: int) -> PlanSettings:
+    def with_dense_length(self, tokens: int) -> "PlanSettings":
         """These settings with another length up to which documents are dense."""
         return replace(self, config=replace(self.config, dense_up_to=str(tokens)))
 
     @property
-    def of_all_positions(self) -> PlanSettings:
+    def of_all_positions(self) -> "PlanSettings":
         """These settings for steps of as many micro-batches as the job."""
         return replace(self, config=replace(self.config, positions="fixed"))
 

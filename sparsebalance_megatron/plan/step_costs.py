@@ -9,8 +9,6 @@ ranks must agree to the last bit.
 Shape legend: F features, W ranks of a group, X columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,7 +46,7 @@ class Columns:
         exchange_2X: ms of receiving the keys and values of a token.
     """
 
-    costs: StepCosts
+    costs: "StepCosts"
     column_of_L: np.ndarray
     chunk_of_X: np.ndarray
     own: int
@@ -210,7 +208,7 @@ class StepCosts:
         return self.by_chunk._ms_2SX(self.experts_2CF)
 
     @cached_property
-    def of_groups(self) -> StepCosts:
+    def of_groups(self) -> "StepCosts":
         """Costs of the job whose ranks are context-parallel groups.
 
         A group is as slow as its slowest rank in every stage.

@@ -4,8 +4,6 @@
 Shape legend: U segments of a rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of a plan, and the questions that all parts of the planner ask about them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -54,7 +52,7 @@ class StepProblem:
     budgets: BudgetProblem
 
     @classmethod
-    def of(cls, inputs: PlanInputs) -> StepProblem:
+    def of(cls, inputs: PlanInputs) -> "StepProblem":
         """The problem that the inputs pose.
 
         Raises:
@@ -80,17 +78,17 @@ class StepProblem:
         budgets = budget_problem(plan_settings, costs, coverage, pinned_LS)
         return cls(inputs=inputs, budgets=budgets)
 
-    def _at(self, costs: StepCosts) -> StepProblem:
+    def _at(self, costs: StepCosts) -> "StepProblem":
         """This step at other costs."""
         return replace(self, budgets=replace(self.budgets, costs=costs))
 
     @cached_property
-    def of_groups(self) -> StepProblem:
+    def of_groups(self) -> "StepProblem":
         """This step on the job whose ranks are its context-parallel groups."""
         return self if self.job.context_parallel_size == 1 else self._at(self.costs.of_groups)
 
     @cached_property
-    def on_one_stage(self) -> StepProblem:
+    def on_one_stage(self) -> "StepProblem":
         """This step with all layers on one stage, whose time is the sum over positions."""
         layers = tuple(range(self.job.layers))
         slowness_RP = self.costs.slowness_RP.max(axis=1, keepdims=True)
@@ -103,7 +101,7 @@ class StepProblem:
         )
         return self._at(costs)
 
-    def with_positions(self, positions: int) -> StepProblem:
+    def with_positions(self, positions: int) -> "StepProblem":
         """This step with so many micro-batches on every rank."""
         if positions == self.job.micro_batches:
             return self

@@ -15,8 +15,6 @@ Nothing but lengths, the seed and the window's place decides: no cost, and nothi
 Shape legend: W steps of a window, I samples of a step.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -71,7 +69,7 @@ class Windows(NamedTuple):
     seed: int
 
     @classmethod
-    def of(cls, config: SparseBalanceConfig, seed: int) -> Windows:
+    def of(cls, config: SparseBalanceConfig, seed: int) -> "Windows":
         """Those that were asked for."""
         return cls(config.window, config.window_share, seed)
 

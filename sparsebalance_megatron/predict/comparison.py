@@ -5,8 +5,6 @@ per pipeline stage that make up for the embedding and the output head.
 The paper is arXiv:2604.13847.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping, Sequence

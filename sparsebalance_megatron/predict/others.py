@@ -16,8 +16,6 @@ squared, into equally many for every rank, and a rank's into its micro-batches, 
 heaviest to the lightest.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ class _Group:
     tokens: int = 0
     squared: float = 0.0
 
-    def joined(self, sample: int, tokens: int) -> _Group:
+    def joined(self, sample: int, tokens: int) -> "_Group":
         return _Group(
             *(self.ranks, (*self.samples, sample), self.tokens + tokens, self.squared + tokens**2)
         )

@@ -4,8 +4,6 @@
 Shape legend: U segments.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence

@@ -2,8 +2,6 @@
 """Global batches of a job, planned as training does; and lengths of documents, which become their
 samples."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -85,7 +83,7 @@ class Workload:
         distributed_optimizer: bool = True,
         sharded_parameters: bool = False,
         seed: int = 1234,
-    ) -> Workload:
+    ) -> "Workload":
         """Global batches of a job, with the prior of coverage; see :class:`.MemoryModel`.
 
         Args:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurements of a cost table: a plan of cells, medians of repeated runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -6,8 +6,6 @@ Import after the CPU adapter has been installed.
 Shape legend: F of values, h hidden size.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -6,8 +6,6 @@ measure what sharing a sequence takes as well. Calibration adds other communicat
 runs.
 """
 
-from __future__ import annotations
-
 import io
 import statistics
 from argparse import Namespace

@@ -7,8 +7,6 @@ compare plans before the step, since one that planned otherwise would wait insid
 member that never comes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any

@@ -5,8 +5,6 @@ One process stands for all ranks: no process group, no device, nothing written. 
 the CPU adapter has been installed where that is needed: it loads Megatron.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os

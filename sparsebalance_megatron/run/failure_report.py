@@ -6,8 +6,6 @@ not answer. So every failing rank writes its error to the store of torchrun's re
 outlives collectives, and the first of them prints what all errors together say.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

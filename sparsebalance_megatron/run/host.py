@@ -5,8 +5,6 @@ A host plans (:attr:`HostRun.planner`), cuts this rank's part of its sequences a
 (:meth:`HostRun.cut`), and lets :meth:`HostRun.attach` put budgets on them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

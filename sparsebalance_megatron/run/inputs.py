@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads and checks everything that a run needs, before anything is built."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -86,7 +84,7 @@ class Inputs:
             self.config, self.grid, leaves_attention=leaves, shares=most_ranks > 1
         )
 
-    def with_kept_dense_length(self, state: Mapping[str, Any]) -> Inputs:
+    def with_kept_dense_length(self, state: Mapping[str, Any]) -> "Inputs":
         """These inputs, with the length that a saved state keeps, if it does and costs decide."""
         tokens = kept_dense_length(state, self.plan_settings, self.cost)
         if tokens is None or not self.dense_by_costs:
@@ -97,7 +95,7 @@ class Inputs:
             dense_counted=bool(state.get("dense_up_to_counted")),
         )
 
-    def from_step(self, step: int, saved: Any = None, extra_steps: int = 0) -> Inputs:
+    def from_step(self, step: int, saved: Any = None, extra_steps: int = 0) -> "Inputs":
         """These inputs for a run that begins, or goes on, with a step, before which there were more
         iterations than steps; see :meth:`.DealtSamples.from_step`."""
         settings = self.settings

@@ -5,8 +5,6 @@
 :class:`MicroBatchIterator` reads the sequences ahead and yields them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -165,7 +163,7 @@ class MicroBatchIterator:
     )
     _segments: deque[LocalMicroBatch] = field(default_factory=deque, init=False)
 
-    def __iter__(self) -> MicroBatchIterator:
+    def __iter__(self) -> "MicroBatchIterator":
         return self
 
     def next_step(self) -> StepShape:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training run on one rank: follows its steps and has its planner learn from each of them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

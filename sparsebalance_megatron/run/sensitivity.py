@@ -6,8 +6,6 @@ run. Every rank adds up the attention to far repetitions of its layers, heads an
 of all ranks add up.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import ArgumentParser

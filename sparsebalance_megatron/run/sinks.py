@@ -2,8 +2,6 @@
 """Where one rank's steps go: step log, rank log, and scalars for TensorBoard and W&B, which
 docs/TELEMETRY.md lists."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict

@@ -5,8 +5,6 @@ Shape legend: U length buckets, C = K + 6 columns, O rows of observations (one p
 chunk, layer, sample); of times inside collectives X collectives of a chunk, Y segments, Z passes.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict
@@ -55,7 +53,7 @@ class ObservedCoverage:
     values_OC: torch.Tensor | None
 
     @classmethod
-    def gather(cls, seen: Iterable[LocalMicroBatch], buckets: int) -> ObservedCoverage:
+    def gather(cls, seen: Iterable[LocalMicroBatch], buckets: int) -> "ObservedCoverage":
         """Gather what the layers of this rank's micro-batches observed, without padding documents.
 
         Ranks that share a micro-batch see the same, and only the first reports it; of segments, the

@@ -5,8 +5,6 @@ Trainers that call Megatron's schedules themselves begin one, and :mod:`.trainin
 into ``megatron.training``, which is not loaded here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -122,7 +120,7 @@ class TrainerRun:
             spec = default_layer_spec(self._transformer_config, vp_stage)
         return replace_core_attention(spec, self._options)
 
-    def wrap_forward_step(self, forward_step: Callable[..., Any]) -> ForwardStep:
+    def wrap_forward_step(self, forward_step: Callable[..., Any]) -> "ForwardStep":
         """Make a forward step of planned, measured micro-batches around the trainer's own.
 
         Args:

@@ -2,8 +2,6 @@
 """Callables that a script hands to ``megatron.training``: the dataset provider, which is called
 once per model chunk, and the forward step, once per micro-batch."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace

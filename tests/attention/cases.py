@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of attention with their selection, run forward and backward; the error allowed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every test of this directory runs with uninitialised memory filled with NaN."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A check of selectors: ours, and those of other packages (docs/EXTENDING.md)."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -85,10 +83,10 @@ class Found:
             return self.blocks_QCK[..., :0]
         return _cut(columns.tokens_NGK, columns.counts_NG)
 
-    def same_lists(self, other: Found) -> bool:
+    def same_lists(self, other: "Found") -> bool:
         return self.blocks_QCK.equal(other.blocks_QCK) and self.columns_QCK.equal(other.columns_QCK)
 
-    def first_moved(self, other: Found, among_T: Tensor) -> int | None:
+    def first_moved(self, other: "Found", among_T: Tensor) -> int | None:
         """The first token of a row whose lists differ, of rows whose first token is among some."""
         differs_Q = (self.blocks_QCK != other.blocks_QCK).flatten(1).any(1)
         differs_Q |= (self.columns_QCK != other.columns_QCK).flatten(1).any(1)

@@ -5,8 +5,6 @@ Triton's kernels have tests of their own beside these; of a selection with colum
 results are those of masked dense attention under the mask of its definition.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import warnings

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense attention within documents, as it is computed on the CPU and on CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@
 Its functions are emulated, in float64.
 """
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

@@ -5,8 +5,6 @@ Triton's run where they are interpreted (see test_triton_interpreted.py), or on 
 compute in float64, and are exact.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 from typing import Any

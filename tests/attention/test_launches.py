@@ -5,8 +5,6 @@ Counted on fake CUDA tensors: router, coverage, cut and attention of one core at
 operation of torch that is no view and no allocation counts once, though some launch several.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from types import SimpleNamespace
 

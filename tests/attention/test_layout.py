@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The block grid of a packed sequence."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a host's training loop switches on changes no result."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -142,7 +140,7 @@ def test_products_are_taken_in_float64_where_tf32_is_on(
     class Operand:
         device = torch.device("cuda")
 
-        def __matmul__(self, other: Operand) -> Tensor:
+        def __matmul__(self, other: "Operand") -> Tensor:
             seen.append(torch.float32)
             return torch.ones(())
 

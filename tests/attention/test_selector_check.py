@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of selectors passes ours and the example, and finds selectors that break a rule."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

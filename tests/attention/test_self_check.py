@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels' check of themselves: what is right passes, what is slightly wrong does not."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable

@@ -5,8 +5,6 @@ In a process of its own: Triton decides when a kernel is defined, its own librar
 whether it will be interpreted, and no other test must run interpreted.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -6,8 +6,6 @@ command was given, soon, in little memory, with nothing left behind. What looks 
 stands in a table of its own, with the reason.
 """
 
-from __future__ import annotations
-
 import resource
 import signal
 import stat

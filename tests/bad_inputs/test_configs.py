@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrong numbers and choices in the config; tests/megatron/test_arguments.py has flags as typed."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, get_origin, get_type_hints
 
 import pytest

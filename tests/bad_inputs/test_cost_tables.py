@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost tables that are damaged, foreign, or not to be believed."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets that are damaged, foreign, or made for another model; and what cannot be opened."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from pathlib import Path

@@ -7,8 +7,6 @@ number.
 ``pytest tests/bad_inputs/test_fuzzing.py --damage 20000`` looks longer than continuous integration.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

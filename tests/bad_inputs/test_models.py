@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models and tokenizers of Hugging Face that are damaged, foreign, or out of reach."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

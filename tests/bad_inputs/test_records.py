@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lines of JSON that are no documents, and files of lengths."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What decides on a GPU whether kernels are right and worth it, run on a CPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every benchmark prints its help, runs in its short form, and left results of numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 import runpy

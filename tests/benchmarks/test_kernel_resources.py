@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels compile for Hopper on any machine, and their machine code is what was meant."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

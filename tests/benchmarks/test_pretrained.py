@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pretrained model's benchmark: documents, measures, budgets, and every arm on a tiny model."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wishes beside shared lists: what they read, that they are causal and nested, predicted times."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process trains the model that the planned ranks train."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

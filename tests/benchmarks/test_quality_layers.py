@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Budgets by layer, and wishes, in training of models that look up."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

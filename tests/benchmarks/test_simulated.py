@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generated lengths have the published shape, and sparse attention is no slower than dense."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -5,8 +5,6 @@ The models are random; `transformers` says what is right. One process runs all c
 training, one all after it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

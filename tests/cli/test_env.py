@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sparse-balance env``: versions against ranges, devices, attention that is really tried."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@
 The page is complete without other files, and plain about what is missing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``sparse-balance plan`` from the command line: rows, flags that vary, widths, whose times."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tool as a shell user meets it: help, examples, one line for users' errors, not for bugs."""
 
-from __future__ import annotations
-
 import argparse
 import resource
 import signal

@@ -6,8 +6,6 @@ weights that come back to the ones that came in, and the loss of the exported mo
 registered attention, to that of training.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs commands of `sparse-balance convert`, and reads what they left."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping, Sequence

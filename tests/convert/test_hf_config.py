@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What config.json says and what is refused; Megatron's flags of a model, and what may train it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

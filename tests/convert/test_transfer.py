@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names and shapes as transformers has them; weights from files into parameters and back."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost tables with known contents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

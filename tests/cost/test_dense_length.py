@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The length of documents up to which dense attention takes no longer than sparse attention."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 """A fit recovers what was planted, predicts measured latencies, and says where it is doubtful;
 what sharing a sequence costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@
 Shape legend: R data-parallel ranks, M micro-batches.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from typing import Any

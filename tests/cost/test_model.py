@@ -2,8 +2,6 @@
 """Costs are affine and monotone; recomputation, frozen weights, counted operations and block pairs
 against counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables survive the disk unchanged; damaged or foreign ones are refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

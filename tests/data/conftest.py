@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real ``.bin`` and ``.idx`` files, written by Megatron's own builder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags for data, read as Megatron reads them; mixed data sets against Megatron's own blend."""
 
-from __future__ import annotations
-
 import json
 import re
 from argparse import Namespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What conversations become under templates of the field, and what of it is trained."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

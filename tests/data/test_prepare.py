@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """prepare-data end to end: real files, read back by the sample index and by transformers."""
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

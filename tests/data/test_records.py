@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading records of every format: their order and places, and what is said of bad ones."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import json

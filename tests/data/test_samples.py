@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stored documents, the sample index and packed sequences against token-by-token construction."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

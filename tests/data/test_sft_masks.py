@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every loss weight of conversations, from JSON lines to packing, against naive reading."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

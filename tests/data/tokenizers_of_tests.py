@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers in a folder: with a chat template of choice, or trained on texts."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from collections.abc import Iterable

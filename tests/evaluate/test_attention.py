@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face models with sparse attention, against dense ones, documents alone, and caches."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of lm-evaluation-harness, against the Hugging Face model that it wraps."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from importlib.metadata import entry_points

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real samples and schedulers over them; ``index`` is a fixture."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from concurrent.futures import Executor

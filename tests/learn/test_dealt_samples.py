@@ -2,8 +2,6 @@
 """Windows of a run: nothing is lost or trained twice, whatever the sizes, the stops and the
 changes; a resumed run goes on as if it had not stopped."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

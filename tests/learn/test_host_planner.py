@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning as a library: no data, no loop, no torch; given placements and pinned budgets."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

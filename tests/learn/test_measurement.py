@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What waiting leaves of measured times, and what these teach; figures of a step by hand."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 """Plans follow what was known when they were made, on demand, ahead and after a resume; evaluation
 is placed as training is; batches may grow."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slow stages and slow devices show up, odd measurements do not, state survives exactly."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from cost.cost_cases import Times

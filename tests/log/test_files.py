@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log files and their directory: whole lines, bounded size, a full disk, one run at a time."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs of all ranks and of single ones: whole, damaged, resumed, missing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

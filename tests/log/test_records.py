@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of a run: what is written is what is read, and damage is named."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import fields, replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags and the combinations that are refused."""
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 from dataclasses import fields

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention as Megatron calls it: layouts, budgets, observation."""
 
-from __future__ import annotations
-
 import itertools
 from argparse import Namespace
 from collections.abc import Sequence

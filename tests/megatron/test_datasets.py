@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warnings of imports are left out; built data set helpers are kept."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from pathlib import Path

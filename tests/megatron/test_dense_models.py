@@ -5,8 +5,6 @@ The yardstick is Megatron's own model in float64; :mod:`dense_models` measures h
 and the plugin's float32 are from it.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

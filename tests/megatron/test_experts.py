@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a recorder hears of a token dispatcher's collectives, forward and backward."""
 
-from __future__ import annotations
-
 import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention that recomputation takes from the first forward, through Megatron's own checkpoint."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

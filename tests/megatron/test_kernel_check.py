@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check of kernels before training: an error on all ranks where one has wrong kernels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the plan says of a micro-batch is what a rank's layers find in its parameters."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from plan.plan_cases import job_shape, planned, random_lengths, step_inputs

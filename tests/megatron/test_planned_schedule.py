@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of micro-batches that Megatron's schedule is given; steps in segments against it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a Megatron checkpoint may hold before it is read, and what is refused unread."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run reads of Megatron's config and arguments, and what a checkpoint decides."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from dataclasses import replace
 from types import SimpleNamespace

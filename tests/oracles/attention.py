@@ -5,8 +5,6 @@ Takes and returns plain Python where it can. A block is (document, begin, end) i
 sequence; lists map (selecting row, selecting head) to numbers of blocks in the sequence.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

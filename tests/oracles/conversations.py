@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is trained of a conversation, character by character from the template's text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 Rows are any objects; a matrix is a list of them.
 """
 
-from __future__ import annotations
-
 
 def linear_qkv_rows(q: list, k: list, v: list, *, groups: int, head_dim: int) -> list:
     """For every query group: all its query heads, then its key head, then its value head."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block pairs counted one token pair at a time, and predictions summed one term at a time."""
 
-from __future__ import annotations
-
 
 def attended_block_pairs(tokens: int, budget_blocks: float, block_size: int) -> float:
     """Token pairs between a query and the KV blocks it may read, in units of whole blocks.

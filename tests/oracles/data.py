@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples and packed sequences, built token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 Pair = tuple[int, int]

@@ -2,8 +2,6 @@
 """What flash-attn-4 4.0.0b36 computes for packed documents, read from its source, in the inputs'
 dtype; it refuses what the kernels do not take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any

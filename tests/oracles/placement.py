@@ -4,8 +4,6 @@
 Shape legend: S samples, D ranks, M micro-batches, P stages.
 """
 
-from __future__ import annotations
-
 import itertools
 
 from oracles.plan import input_of, stage_program

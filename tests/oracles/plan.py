@@ -4,8 +4,6 @@
 Shape legend: P stages, V chunks per stage, M micro-batches, L layers, S samples.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -4,8 +4,6 @@
 All in float64 and plain Python. Blocks are (document, begin, end) in tokens of the sequence.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs, cost models and curves that several tests plan with."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import fields, replace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds: nothing beats them, they are attained, and they tell which samples cannot be hidden."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coverage curves: the grid, averaging, lookups, floors, state."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

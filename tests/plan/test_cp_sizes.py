@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-batches that ranks share: who they are, when they run, and plans of all cp_sizes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from unittest.mock import Mock
 

@@ -7,8 +7,6 @@ so in CHANGELOG.md and records them anew:
     PYTHONPATH=tests python tests/plan/test_golden_plans.py
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

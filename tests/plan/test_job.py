@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of jobs: what divides what, and which ranks may share."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

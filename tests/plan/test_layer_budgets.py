@@ -4,8 +4,6 @@
 What those cost, and that none is slower for it.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -7,8 +7,6 @@ Shape legend: R data-parallel ranks, P pipeline stages, V virtual stages, M micr
 2: forward and backward.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -5,8 +5,6 @@ Shape legend: S samples, C chunks of all stages, R data-parallel ranks, P pipeli
 stages, M micro-batches; a leading 2: forward and backward.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan that is allowed more is never predicted slower: 200 random jobs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

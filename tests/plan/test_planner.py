@@ -4,8 +4,6 @@
 They are never worse than simpler batching, and near the optimum of small cases.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

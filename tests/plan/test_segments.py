@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Segments: cuts, their times, their search, and plans that hold them."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

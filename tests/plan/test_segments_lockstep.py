@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Segments of ranks that wait for one another in every layer."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-batches that are shared by ranks and pass the pipeline in segments."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost terms of a step against a loop over layers, samples and parts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

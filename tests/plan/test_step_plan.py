@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every broken invariant of a plan is found and named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows are permutations of their places, dealt as their rule says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to plan the same batches: comparable numbers, no layout ignored; and layers per stage."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import accumulate, count, pairwise
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where others would place samples: every sample once, within what ranks hold, by their rules."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outcomes: shares by hand, limits that must hold, the break-even, memory at most."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

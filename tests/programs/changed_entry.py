@@ -6,8 +6,6 @@ Start with ``--sparse-balance-device cpu``.
 Shape legend: T tokens of the packed sequence, H query heads, G KV heads, D head dim.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -5,8 +5,6 @@ Megatron already; and one command of its own, ``logits``.
     python convert_worker.py COMMANDS.json RESULTS.json
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

@@ -7,8 +7,6 @@ Megatron's float64, as root mean square, for Megatron itself, and for the plugin
 documents with covering budgets and with dense layers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -9,8 +9,6 @@ has blocks at most. Start with ``--sparse-balance-device cpu``. Layer norms are 
 as in changed_entry.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import groupby
 

@@ -6,8 +6,6 @@
 leaves ``rank0.json`` and so on.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

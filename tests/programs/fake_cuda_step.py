@@ -10,8 +10,6 @@ runs on the CPU, by the CPU adapter. How many tokens experts get has no number h
 waits for it, the host is told that all get equally many.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -9,8 +9,6 @@ config.json describes and the one of the arguments, or ``unbuildable`` with the 
 a JSON list of further arguments, flipped together.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -6,8 +6,6 @@
 leaves ``rank0.json`` and so on. Sequences are compared with one rank's :func:`dense_attention`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

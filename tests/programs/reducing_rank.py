@@ -6,8 +6,6 @@
 leaves ``same-rank0.pt``, ``own-rank0.pt`` and so on: what each rank learnt.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

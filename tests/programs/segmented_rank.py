@@ -9,8 +9,6 @@ and whose gradient is collected there. With STEPS it trains as many, in segments
 leaves the number of reports.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -106,7 +104,7 @@ class Segments:
             for segment_T1H, pieces in zip(tokens_T1H.split(sizes), cuts, strict=True):
                 yield segment_T1H, pieces, earlier
 
-    def __iter__(self) -> Segments:
+    def __iter__(self) -> "Segments":
         return self
 
     def __next__(self) -> tuple[Tensor, Sequence[int], Earlier]:

@@ -7,8 +7,6 @@ row holds several samples it may also fall apart into narrow ones. A node has tw
 ``--sparse-balance-device cpu``.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

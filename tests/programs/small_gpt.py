@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small GPT and what a loop around Megatron's schedules needs; import after the CPU adapter."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager

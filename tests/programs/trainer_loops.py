@@ -11,8 +11,6 @@ mistakes, four share them; one rank is what both are compared with. One rank and
 examples/hosts/fully_shard.py on the host's samples.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input, and ranks that differ, end every rank with one clear line before the first step."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

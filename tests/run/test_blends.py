@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on three sources, one with a loss mask, and on samples without a trained token."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

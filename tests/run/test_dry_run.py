@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dry run plans what training would plan, for ranks that do not exist, and prints it."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from argparse import Namespace

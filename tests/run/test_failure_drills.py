@@ -5,8 +5,6 @@ One run goes through several of them: a rank is killed in the middle of a step, 
 cannot write its checkpoint, the third finishes, with the losses and plans of never stopping.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said of the ranks of a run that ended by an error; see also test_failure_drills."""
 
-from __future__ import annotations
-
 import re
 import signal
 import threading

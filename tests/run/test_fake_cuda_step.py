@@ -6,8 +6,6 @@ program. The kernels that the step launched are compiled for the GPUs that there
 for, with the specialisations that the step gave them.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invariant 1: with the flag off, losses are those of Megatron without the plugin."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

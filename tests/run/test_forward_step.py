@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's FLOP count sees every sequence once, however many ranks share it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -2,8 +2,6 @@
 """Two ranks that exchange tokens in every layer of experts, in Megatron's own loop, one of them
 slow."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

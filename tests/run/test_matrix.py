@@ -6,8 +6,6 @@ losses and gradient norms. One run covers several features that do not touch one
 docs/SUPPORT.md names the run of each.
 """
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import batched

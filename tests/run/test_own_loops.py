@@ -6,8 +6,6 @@ shared micro-batches, segments and planned numbers of positions train alike in a
 for test_matrix: Megatron's own loop runs through the same :class:`.TrainerRun`.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 See also test_failure_drills.
 """
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from pathlib import Path

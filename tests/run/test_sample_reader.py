@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed sequences: what their ranks compute, and that those read ahead are the plan's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any

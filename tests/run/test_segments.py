@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training in segments through ``megatron.training`` gives what micro-batches in one piece give."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

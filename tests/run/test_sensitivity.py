@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sensitivities of saved weights are the same under every layout, and training follows them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One real run on an interleaved pipeline, everything that it logs, and what is drawn of it."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The per-step reduction, on real gloo processes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path

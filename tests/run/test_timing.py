@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recording of micro-batch times through a timers proxy, against a clock that tests wind."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

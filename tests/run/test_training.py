@@ -4,8 +4,6 @@
 That layouts train alike is for test_matrix.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

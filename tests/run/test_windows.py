@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Windows in Megatron's loop: after warm-up, across checkpoints, logged; evaluation sees none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

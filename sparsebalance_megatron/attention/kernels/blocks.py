@@ -14,8 +14,6 @@ tokens of a query block, E of a unit, U units of the keys, A tiles (query blocks
 keys units of all heads), I rows of a tile (B * H / G), W columns of a tile (list length * E).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -96,7 +94,7 @@ class AssembledKernel:
 
 def _past_blocks(
     q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, softmax_scale: float
-) -> list[GatheredLists]:
+) -> "list[GatheredLists]":
     """Past blocks, and columns where there are any."""
     own_NG, columns = own_listed_QC(selection), selection.columns
     # The own block comes first, and is left out.

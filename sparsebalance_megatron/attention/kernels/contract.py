@@ -4,8 +4,6 @@
 Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

@@ -9,8 +9,6 @@ rows there hold whatever was in memory, which may be NaN.
 Shape legend: W the widest head dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise, starmap

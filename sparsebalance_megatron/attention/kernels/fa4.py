@@ -8,8 +8,6 @@ asked for. A document's last tile also multiplies the first values of the next d
 there reaches the document before it (Dao-AILab/flash-attention, issue 2374).
 """
 
-from __future__ import annotations
-
 from functools import cache
 from inspect import signature
 from typing import Any

@@ -7,8 +7,6 @@ selection. Computes in float32, or float64 for float64 inputs.
 Shape legend: Q queries and E keys of a document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -9,8 +9,6 @@ Elsewhere torch's products compute.
 Shape legend: A tiles, I rows of a tile, W keys of a tile.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

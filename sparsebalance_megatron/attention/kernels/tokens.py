@@ -14,8 +14,6 @@ B tokens of a KV block, A tiles, I rows of a tile, Y query heads of all rows of 
 places in all tiles (A * Y).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of selectors, which choose the KV blocks that a query reads."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """MoBA's router without parameters: the own block, a document's first ones, the best others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,10 +42,10 @@ class BlockTopK(RankingSelector):
     first_blocks: int = 1
     router: Router = "auto"
 
-    def with_router(self, router: Router) -> BlockTopK:
+    def with_router(self, router: Router) -> "BlockTopK":
         return replace(self, router=router)
 
-    def with_first_blocks(self, first_blocks: int) -> BlockTopK:
+    def with_first_blocks(self, first_blocks: int) -> "BlockTopK":
         return replace(self, first_blocks=first_blocks)
 
     @torch.no_grad()

@@ -11,8 +11,6 @@ Shape legend: S documents of the keys' sequence, N blocks of the queries' sequen
 list of columns, J rows of lists, W blocks of a document.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

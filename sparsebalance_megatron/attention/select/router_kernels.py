@@ -14,8 +14,6 @@ a selecting head, W columns of a product, J columns of a row from its document's
 then its places; in kernels Y rows of a program.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

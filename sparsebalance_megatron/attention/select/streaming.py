@@ -5,8 +5,6 @@ Shape legend: S documents of the keys' sequence, E query heads of a selecting he
 chunk, W columns of a chunk (blocks that its rows may read), I first blocks of a document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -174,7 +172,7 @@ class _Visible(NamedTuple):
     @classmethod
     def of(
         cls, scores_CYW: Tensor, own_Y: Tensor, first_Y: Tensor, *, first_blocks: int
-    ) -> _Visible:
+    ) -> "_Visible":
         heads, _, columns = scores_CYW.shape
         own_Y1, first_Y1 = own_Y[:, None], first_Y[:, None]
         column_W = torch.arange(columns, device=own_Y.device)

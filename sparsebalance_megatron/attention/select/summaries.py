@@ -4,8 +4,6 @@
 Shape legend: B places of a block.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from collections.abc import Sequence
@@ -48,7 +46,7 @@ class BlockSummaries:
     def parts(self, layout: PackedLayout) -> list[Tensor]:
         return [self.keys_NGD] + ([] if self.queries_NCD is None else [self.queries_NCD])
 
-    def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> BlockSummaries:
+    def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> "BlockSummaries":
         keys_NGD, *queries = parts
         return BlockSummaries(keys_NGD=keys_NGD, queries_NCD=queries[0] if queries else None)
 

@@ -15,8 +15,6 @@ of a KV head, J consecutive blocks of a document, Y keys from a document's first
 first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -69,7 +67,7 @@ class ProbesAndKeys:
         missing = layout.block_size - layout.block_tokens
         return [pad(keys_NBGD, (0, 0, 0, 0, 0, missing)), self.probes_NUHD]
 
-    def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> ProbesAndKeys:
+    def joined(self, parts: Sequence[Tensor], layout: PackedLayout) -> "ProbesAndKeys":
         keys_NBGD, probes_NUHD = parts
         keys_TGD = layout.from_blocks(keys_NBGD[:, : layout.block_tokens])
         return ProbesAndKeys(keys_TGD=keys_TGD, probes_NUHD=probes_NUHD)

@@ -5,8 +5,6 @@ Shape legend: T tokens (of a slice or of the sequence), E keys and values side b
 all members, padded to as many as the longest has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -101,7 +99,7 @@ class AllGatherExchange:
                 kv_head=head,
             )
 
-    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _ScatteredHeads:
+    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> "_ScatteredHeads":
         return _ScatteredHeads(self._group, dtype, sequence)
 
     def _gather(self, k_TD: Tensor, v_TF: Tensor, sequence: SequenceSlice) -> InFlight:

@@ -9,8 +9,6 @@ Shape legend: T tokens of a segment or of the sequence so far, on this rank, E b
 documents that have begun, K budgets up to the most blocks of a document so far.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -124,7 +122,7 @@ class EarlierSegments:
         else:
             yield from self._exchange.parts(k_all_TGD, v_all_TGF, selection, sequence.by_rank)
 
-    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> _SegmentGradient:
+    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> "_SegmentGradient":
         if len(self._keys_and_values) > sequence.segment + 1:
             raise ValueError(
                 f"backward of segment {sequence.segment} before that of segment "

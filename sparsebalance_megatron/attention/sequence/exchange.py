@@ -4,8 +4,6 @@
 Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives it).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, cast
 

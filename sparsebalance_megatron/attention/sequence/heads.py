@@ -15,8 +15,6 @@ Shape legend: T tokens (of a slice, or of the whole sequence), E values of a tok
 by side, W members.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

@@ -15,8 +15,6 @@ Whoever holds which tokens, values are the same to rounding; the work of a membe
 Shape legend: T tokens of the slice, or of the sequence (keys and values).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

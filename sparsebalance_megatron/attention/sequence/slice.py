@@ -5,8 +5,6 @@ Shape legend: T tokens (of the packed sequence or of a slice), E head dims of ke
 by side, W members of the group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,7 +39,7 @@ class SequenceGroup:
 
     member: int = 0
     members: int = 1
-    exchange: SequenceExchange | None = None
+    exchange: "SequenceExchange | None" = None
     process_group: ProcessGroup | None = None
     alone: ProcessGroup | None = None
     shares_heads: bool = False
@@ -85,7 +83,7 @@ class SequenceSlice:
         in_halves: bool = False,
         pad_to_multiple_of: int = 1,
         device: torch.device | str = "cpu",
-    ) -> SequenceSlice:
+    ) -> "SequenceSlice":
         """Deal the blocks of a sequence out in turn: block j belongs to member j mod ``members``.
 
         Every document is spread alike, and so is its work, whatever budget it gets.
@@ -143,7 +141,7 @@ class SequenceSlice:
         return 0 if self.ranks is None else self.group.member // self.ranks.members
 
     @cached_property
-    def by_rank(self) -> SequenceSlice:
+    def by_rank(self) -> "SequenceSlice":
         """All that this rank holds of the sequence so far, where this is of a segment."""
         assert self.ranks is not None
         owner_N = self.owner_N % self.ranks.members
@@ -154,7 +152,7 @@ class SequenceSlice:
         owner_N = self.owner_N[self._grid.blocks_S[:documents].sum() :]
         return bool(np.bincount(owner_N, minlength=self.group.members).all())
 
-    def without(self, documents: int) -> SequenceSlice:
+    def without(self, documents: int) -> "SequenceSlice":
         """The slice of all but the first documents; made once for each number."""
         if documents not in self._without:
             first = self._grid.first_block_S[documents]
@@ -168,7 +166,7 @@ class SequenceSlice:
         return self._without[documents]
 
     @cached_property
-    def _without(self) -> dict[int, SequenceSlice]:
+    def _without(self) -> "dict[int, SequenceSlice]":
         return {}
 
     @cached_property

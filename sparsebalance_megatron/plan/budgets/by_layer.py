@@ -7,8 +7,6 @@ measured before training (``sparse-balance sensitivity``) and read here.
 Shape legend: K budgets that a layer may have, X lengths of samples, F features.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from pathlib import Path

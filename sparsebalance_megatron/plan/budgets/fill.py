@@ -19,8 +19,6 @@ Shape legend: E rank groups, U units of a rank group, I rank groups that still r
 = R x M micro-batches or rows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

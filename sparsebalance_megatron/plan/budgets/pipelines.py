@@ -6,8 +6,6 @@ A units of all rank groups, X candidates, Y micro-batches by place, or segments,
 columns of times, O operations.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -4,8 +4,6 @@
 Shape legend: I steps of budgets.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Shape legend: Z sizes (samples of as many blocks), Q price levels, I sequences o
 and sample or size).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -43,7 +41,7 @@ class Ladder:
     curves: CoverageCurves
 
     @classmethod
-    def of(cls, problem: BudgetProblem) -> Ladder:
+    def of(cls, problem: BudgetProblem) -> "Ladder":
         """The ladder of a problem's samples.
 
         Prices are those of whole blocks; a ragged last block makes no difference to the ranking.
@@ -74,7 +72,7 @@ class Ladder:
         return self.budgets_QLZ[level_LS, layer_L1, self.size_S]
 
 
-def budgets_by_level(steps: BudgetSteps) -> np.ndarray:
+def budgets_by_level(steps: "BudgetSteps") -> np.ndarray:
     """The budget of each sequence once all its steps up to a level are taken, [Q, ...].
 
     The slope of a sequence never rises, so neither do its levels fall: a step's point may simply be
@@ -94,7 +92,7 @@ def budgets_by_level(steps: BudgetSteps) -> np.ndarray:
     return reached_QI.reshape(-1, *steps.low_LS.shape)
 
 
-def _levels(steps: BudgetSteps) -> np.ndarray:
+def _levels(steps: "BudgetSteps") -> np.ndarray:
     """Price level 1..LEVELS of every step, best slope first; beyond that: never worth taking.
 
     Levels are quantiles of the slope, so that each holds about as many steps. Steps that gain

@@ -4,8 +4,6 @@
 Shape legend: Z sizes (samples of as many blocks).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -35,7 +33,7 @@ class BudgetRange:
     base_LS: np.ndarray
     top_LS: np.ndarray
 
-    def pinned(self, pinned_LS: np.ndarray) -> BudgetRange:
+    def pinned(self, pinned_LS: np.ndarray) -> "BudgetRange":
         """This range, but pinned budgets, above 0, allow no others and stand for base budgets."""
         floor_LS, base_LS, top_LS = (
             np.where(pinned_LS > 0, pinned_LS, limit_LS)

@@ -16,8 +16,6 @@ Shape legend: Q price levels, I heights, Z sizes (samples of as many blocks), W 
 X = E x M rows, Y segments of all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import chain
 

@@ -4,8 +4,6 @@
 Shape legend: R data-parallel ranks or candidate pipelines, O operations, X columns of times.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache

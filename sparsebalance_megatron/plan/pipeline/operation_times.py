@@ -4,8 +4,6 @@
 Shape legend: R data-parallel ranks or candidate pipelines, U segments, O operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,7 +46,7 @@ class OperationTimes:
         cp_sizes_RM: np.ndarray,
         schedule: Schedule,
         lockstep_ranks: int = 1,
-    ) -> OperationTimes:
+    ) -> "OperationTimes":
         """Times of micro-batches that pass the pipeline in one piece.
 
         Raises:
@@ -69,7 +67,7 @@ class OperationTimes:
         segments_RM: Sequence[Sequence[int]],
         ms_2UP: np.ndarray,
         cp_sizes_RM: np.ndarray | None = None,
-    ) -> OperationTimes:
+    ) -> "OperationTimes":
         """Times of pipelines side by side whose micro-batches pass in segments, as of one rank.
 
         Args:
@@ -85,7 +83,7 @@ class OperationTimes:
         )
 
     @cached_property
-    def by_lockstep_group(self) -> OperationTimes:
+    def by_lockstep_group(self) -> "OperationTimes":
         """These times with a column for each lockstep group, which acts as one rank.
 
         A micro-batch that no more ranks share than a group has lies in one group. One that more

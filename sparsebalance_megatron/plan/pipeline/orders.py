@@ -10,8 +10,6 @@ Shape legend: R data-parallel ranks or candidate pipelines, M micro-batches of a
 segments of all micro-batches, O operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -10,8 +10,6 @@ Shape legend: R data-parallel ranks or candidate pipelines, O operations, X colu
 :attr:`.Members.order`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes

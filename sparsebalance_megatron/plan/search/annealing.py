@@ -28,8 +28,6 @@ Shape legend: F forward, then backward of every chunk, B rank groups, E pairs of
 orders, W ranks of a group or pair, Y micro-batches that a move makes.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

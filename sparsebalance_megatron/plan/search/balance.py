@@ -10,8 +10,6 @@ height.
 Shape legend: X rows, W bins of a row, J = X x W bins.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Sequence
 

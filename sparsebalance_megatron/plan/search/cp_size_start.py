@@ -8,8 +8,6 @@ gaps and each at a multiple of its cp_size.
 Shape legend: J micro-batches, B rank groups.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from sparsebalance_megatron.errors import PlanError

@@ -16,8 +16,6 @@ Shape legend: J places, X contents, E pairs of rank groups, I moves, A micro-bat
 micro-batches that a move makes.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -102,7 +100,7 @@ class Moves:
     cp_size_IY: np.ndarray
     has_IYX: np.ndarray
 
-    def subset(self, chosen_I: np.ndarray) -> Moves:
+    def subset(self, chosen_I: np.ndarray) -> "Moves":
         """Some of the moves."""
         return replace(self, **{name: values[chosen_I] for name, values in vars(self).items()})
 

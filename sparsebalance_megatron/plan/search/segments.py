@@ -25,8 +25,6 @@ costs many times as much, and all moves of the group that ends the step are trie
 Shape legend: U segments, X candidates.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -5,8 +5,6 @@ Shape legend: J = R x M places (rank and position), X contents or columns, F for
 of every column, I levels of cp_size, E lockstep groups of W members.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run in numbers, or two runs of the same samples, and why one is faster."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path

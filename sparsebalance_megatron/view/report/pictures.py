@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step as a picture, drawn by matplotlib as SVG."""
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -127,7 +125,7 @@ def history_picture(logs: Mapping[str, RunLog]) -> str:
         return _svg(figure)
 
 
-def _svg(figure: Figure) -> str:
+def _svg(figure: "Figure") -> str:
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata=_WITHOUT_METADATA)
     text = file.getvalue()
@@ -149,7 +147,7 @@ def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
     return tuple(place for place in places if place[0] in chosen)
 
 
-def _draw_step(axes: Axes, view: Timeline, shown: Sequence[Place]) -> None:
+def _draw_step(axes: "Axes", view: Timeline, shown: Sequence[Place]) -> None:
     """Bars of a step's rows."""
     first = dict(reversed(shown))
     one_stage = len({stage for _, stage in shown}) == 1

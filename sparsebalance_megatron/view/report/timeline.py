@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of every stage of every rank in one step, with their measured times."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

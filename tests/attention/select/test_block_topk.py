@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists and coverage against their definitions."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that selection holds at its peak: counted on small rows, extrapolated to 128K tokens."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

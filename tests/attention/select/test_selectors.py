@@ -4,8 +4,6 @@
 A device of type "cuda" is a name: none of these tests needs one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import warnings

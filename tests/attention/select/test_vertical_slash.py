@@ -5,8 +5,6 @@ The public code of MTraining has faults that are named below, each beside the te
 fail (microsoft/MInference, branch wenxuan/mtrain at f74982d).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

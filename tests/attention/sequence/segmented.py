@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer and micro-batch that runs segment by segment, on one rank or on several."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices of packed sequences with any owners, and attention of all members in one process."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -99,7 +97,7 @@ class InOneProcess:
             lists = selection.of_head(head, heads)
             yield Part(k_TGD=k_head, v_TGF=v_head, selection=lists, kv_head=head)
 
-    def gradients(self, k: Tensor, held: SequenceSlice) -> InOneProcess:
+    def gradients(self, k: Tensor, held: SequenceSlice) -> "InOneProcess":
         self._rows = held.tokens_T
         return self
 

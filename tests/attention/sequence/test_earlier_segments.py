@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention by segments, backward in reverse order, against attention over the whole sequence."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange on real process groups: results of one rank, traffic as counted."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

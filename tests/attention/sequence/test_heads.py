@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads that travel, on real process groups: results of one rank, bit for bit, and traffic."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

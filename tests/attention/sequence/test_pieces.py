@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dense attention of slices in squares and rectangles, against a mask and softmax."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

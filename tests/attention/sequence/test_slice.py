@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A member's slice of a packed sequence, and the part of its lists that another member holds."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from dataclasses import replace

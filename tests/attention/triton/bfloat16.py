@@ -5,8 +5,6 @@ NumPy has no bfloat16: the interpreter keeps its bits in integers, multiplies th
 and cuts float32 off where a GPU rounds to the nearest.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What only a GPU can show: bfloat16, long sequences, no recompilation, no synchronisation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attention.cases import assert_as_good_as_plain, make_case, selected

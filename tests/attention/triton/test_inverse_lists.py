@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Readers of every KV block, and the items their lists are cut into, against loops."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

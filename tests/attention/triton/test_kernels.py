@@ -4,8 +4,6 @@
 Over blocks of queries, then over blocks and single columns, then over lists by token.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ compiler alone lays out, a barrier that some threads do not reach, and the order
 store to the same place, which the data decide.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ Inputs are small integers, so that every score is exact in whatever order it is 
 are equal.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

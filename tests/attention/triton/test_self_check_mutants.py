@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check before training finds kernels that differ from ours in one place."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ With ``TRITON_INTERPRET=1`` in the environment (see ../test_triton_interpreted.p
 run on the CPU; without it they need a CUDA device.
 """
 
-from __future__ import annotations
-
 import pytest
 
 triton = pytest.importorskip("triton")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base budgets by layer: never more time than uniform ones, more for the sensitive."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import msgspec

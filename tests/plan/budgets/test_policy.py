@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Budgets: floors hold, anchors come nearer, steps never grow, raises are nearly the best."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 

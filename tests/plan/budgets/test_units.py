@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Budgets of rows: what sticks out sets the time, and what does not rises for nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -5,8 +5,6 @@ Shape legend: R data-parallel ranks or candidate pipelines, O operations, X colu
 :attr:`.Members.order`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

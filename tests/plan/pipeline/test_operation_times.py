@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imbalance and busy times by hand."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

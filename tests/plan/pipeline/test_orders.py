@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders against Megatron's own tables; schedules that do not exist."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulator against a naive one, its bounds, and schedules that it does not know."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Searches with random starts, and what must hold of every placement."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

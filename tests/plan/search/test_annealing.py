@@ -4,8 +4,6 @@
 Its effort is a count: the same plan whatever the clock says, and more of it never hurts.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from dataclasses import replace

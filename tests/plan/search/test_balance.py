@@ -4,8 +4,6 @@
 Rows of equal height are compared with all ways to put a few samples into bins.
 """
 
-from __future__ import annotations
-
 from itertools import product
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moves, the states that they change, and what micro-batches take: all from sums of contents."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import numpy as np

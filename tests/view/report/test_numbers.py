@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers by hand; parts add up to steps, changes to the difference; what sentences claim."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

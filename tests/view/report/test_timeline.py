@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timelines against simulator and spans; what a picture shows of waiting, budgets and sharing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ Products take the inputs' dtype and accumulate in float32. Results repeat bit by
 reads the device from the host, and budgets or tokens that change compile nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -6,8 +6,6 @@ Shape legend: E both side by side, I items, B tokens of a block, C columns (keys
 kernels Y query rows of a tile.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -14,8 +14,6 @@ E entries (Q * C * K), J bounds of tiles of readers, list by list, I capacity fo
 a tile.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -17,8 +17,6 @@ entries of a chunk's lists, Z places of all query blocks, full or not; in kernel
 of a tile, O entries of a program.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

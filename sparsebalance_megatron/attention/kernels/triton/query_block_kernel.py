@@ -11,8 +11,6 @@ Shape legend: U of a result (F of out, D of dq), Z places of all query blocks, f
 columns (keys) of a tile; in kernels Y query rows of a tile.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

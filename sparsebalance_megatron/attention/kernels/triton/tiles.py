@@ -6,8 +6,6 @@ on a clock would change the order of sums, hence the bits, from run to run.
 ``benchmarks/kernels.py`` measures alternatives.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

@@ -18,8 +18,6 @@ block, C columns (keys) of a tile, O rows of a program; in kernels Y rows of a t
 reader, the query heads of its list side by side).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
