@@ -101,7 +101,7 @@ def test_documents_by_torchs_kernels_are_those_of_the_reference(
 def test_pieces_of_a_slice_are_alike_on_cuda(request: pytest.FixtureRequest) -> None:
     case = make_case([0, 60, 90], [9, 9], block=10, head_dim=8, value_dim=12)
     held = slices_of((0, 60, 90), np.array([0, 1, 1, 0, 0, 1, 1, 1, 0]), 2, block=10)[0]
-    pieces = DensePieces(sequence=held, documents=2)
+    pieces = DensePieces(sequence=held, documents=2, dense=dense)
     lists = Selection.of_documents(held.local_layout, held.whole_layout)
     q, k, v, dout = (x.double() for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF))
     q, dout = q[held.tokens_T], dout[held.tokens_T]
