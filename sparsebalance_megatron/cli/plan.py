@@ -6,7 +6,7 @@ import shlex
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -148,10 +148,6 @@ class _Job:
         longest = None if lengths is None else int(lengths.max())
         flags = _completed([*self.flags, *more], longest)
         job = described_job(flags, arguments.gpus, on_cpu=on_cpu)
-        if "--transformer-impl" not in _names(flags):
-            # The default of a machine without a GPU is not that of the job.
-            host_job = replace(job.settings.host_job, takes_packed_sequences=True)
-            job = replace(job, settings=replace(job.settings, host_job=host_job))
         return job.workload(lengths, str(arguments.lengths), arguments.steps)
 
 
