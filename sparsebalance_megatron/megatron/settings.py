@@ -356,7 +356,9 @@ def host_job(
         shape=shape,
         neighbours_per_node=max(1, ranks_per_node // shape.tensor_parallel_size),
         expert_parallel_size=transformer_config.expert_model_parallel_size,
-        takes_packed_sequences=transformer_config.transformer_impl != "local",
+        # On a CPU, where local is the default, times are counted for a GPU.
+        takes_packed_sequences=transformer_config.transformer_impl != "local"
+        or transformer_config.use_cpu_initialization,
         recompute_all=granularity == "full",
         recompute_attention=granularity == "selective"
         and "core_attn" in transformer_config.recompute_modules,

@@ -234,9 +234,7 @@ class Comparison:
     @property
     def without_plugin(self) -> TableRow:
         """The fastest of Megatron's own rows, else the first row."""
-        own = [
-            row for row in self.rows if row.names[-1] in (MEGATRON, DYNAMIC, SORTED) and row.outcome
-        ]
+        own = [row for row in self.rows if row.names[-1] == MEGATRON and row.outcome]
         return min(own, key=lambda row: row.ms, default=self.rows[0])
 
 

@@ -13,7 +13,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -120,10 +120,6 @@ def described_job(flags: Sequence[str], ranks: int, *, on_cpu: bool) -> Describe
         unchecked = _unchecked(args)
         lines, config, settings = checked_settings(args)
         notes += lines
-    if on_cpu and not any(word.startswith("--transformer-impl") for word in flags):
-        # The default of a machine without a GPU is not that of the job.
-        host_job = replace(settings.host_job, takes_packed_sequences=True)
-        settings = replace(settings, host_job=host_job)
     return DescribedJob(
         args=args,
         config=config,

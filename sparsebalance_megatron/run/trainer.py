@@ -188,7 +188,7 @@ class TrainerRun:
         settings = inputs.settings
         job = settings.host_job
         what = inputs.config, job.shape, settings.dtype, self.device
-        packed = job.takes_packed_sequences
+        packed = job.takes_packed_sequences and self.device.type == "cuda"
         (checked, *_) = gather_or_raise(
             lambda: check_kernels(*what, takes_packed_sequences=packed), KernelCheckError
         )
