@@ -74,9 +74,10 @@ class Failure:
 def failure_of(error: BaseException, rank: int, iteration: int) -> Failure:
     """The failure of this rank."""
     waited = _waited_for_others(error)
-    if isinstance(error, CheckpointException) and error.failures:
-        # It only lists the ranks where there is another error.
-        error, _ = next(iter(error.failures.values()))
+    if isinstance(error, CheckpointException):
+        # It only lists the ranks where there is another error, or none where that came late.
+        waited |= not error.failures
+        error, _ = next(iter(error.failures.values()), (error, None))
     place, reason = place_and_reason(error)
     name = type(error).__name__
     if isinstance(error, Terminated):

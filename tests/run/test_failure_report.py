@@ -72,6 +72,10 @@ def test_an_error_names_the_place_or_the_remedy(error: BaseException, told: str)
     assert not found.waited
 
 
+def test_a_checkpoint_that_failed_on_another_rank_is_an_echo() -> None:
+    assert failure_of(CheckpointException("ranks:dict_keys([])", {}), 1, 6).waited
+
+
 @pytest.mark.parametrize(("free", "is_full"), [(0, True), (10**9, False), (10**6, False)])
 def test_a_full_disk_is_named(
     free: int, is_full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
