@@ -29,7 +29,6 @@ Calibration = Literal["measured", "stages", "off"]
 EvaluationAttention = Literal["sparse", "dense"]
 ContextParallel = Literal["static", "dynamic"]
 Positions = Literal["planned", "fixed"]
-RecomputeAttention = Literal["keep", "again"]
 Planning = Literal["ahead", "on-demand"]
 AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
 DenseAttention = Literal["auto", "fa4", "model", "torch"]
@@ -39,7 +38,7 @@ CountedDevice = Literal["a100", "h100", "h200", "b200"]
 
 FILE_FLAG = "--sparse-balance-config"
 ONLY_IN_FILE = frozenset(
-    {"attention", "dense_attention", "router", "recompute_attention", "positions", "plan_ms"}
+    {"attention", "dense_attention", "router", "positions", "plan_ms"}
     | {"planning", "context_parallel", "segment_tokens", "counted_device", "window_share"}
     | {"gigabytes_per_second", "missing_loss_mask", "calibration", "log_megabytes"}
 )
@@ -140,17 +139,12 @@ class SparseBalanceConfig:
 
     dense_attention: DenseAttention = "auto"
     """Who attends to dense documents: on CUDA FlashAttention-4 (extra fa4), the model's own
-    attention (Transformer Engine's, in one piece, with nothing kept), torch's; or (auto) whom the
+    attention (Transformer Engine's, in one piece), torch's; or (auto) whom the
     cost table found fastest, else the first of these that serves."""
 
     router: Router = "auto"
     """Who ranks blocks for selection: Triton kernels, torch, or kernels on CUDA and torch elsewhere
     (auto). Name one to compare: it never falls back. Selections without a choice refuse it."""
-
-    recompute_attention: RecomputeAttention = "again"
-    """Attention in the layers that Megatron recomputes in backward: computed again, or kept from
-    the forward, with the same numbers. Keep it where memory is left; the first lines of a run state
-    how much it takes."""
 
     eval_attention: EvaluationAttention = "sparse"
     """Attention of validation and test, never tuned: sparse at base budgets, or dense. Choose dense
@@ -293,11 +287,6 @@ class SparseBalanceConfig:
                 f"{flag_with('attention', 'tokens')}: serves no dense layers, as of mode exact or "
                 f"{flag_with('layer_budgets', self.layer_budgets)}; use auto"
             )
-        if self.dense_attention == "model" and self.recompute_attention == "keep":
-            raise ConfigError(
-                f"{flag_with('dense_attention', 'model')}: gives nothing that could be kept; use "
-                f"{flag_with('recompute_attention', 'again')}, or another kernel"
-            )
         if self.window > 1 and self.batching == "arrival":
             raise ConfigError(
                 f"{flag_with('window', self.window)}: changes the order of samples, which "
@@ -328,27 +317,20 @@ class SparseBalanceConfig:
     @property
     def leaves_attention(self) -> bool:
         """Whether Megatron's own attention may run: all layers are dense, and every micro-batch
-        runs in one piece, with nothing kept for a recomputed pass. Where ranks share micro-batches,
-        heads have to travel between them (:meth:`.Exchange.heads_serve`)."""
-        return (
-            self.layer_budgets == ALL_DENSE
-            and self.tuning == "off"
-            and self.max_segments == 1
-            and self.recompute_attention == "again"
-        )
+        runs in one piece. Where ranks share micro-batches, heads have to travel between them
+        (:meth:`.Exchange.heads_serve`)."""
+        return self.layer_budgets == ALL_DENSE and self.tuning == "off" and self.max_segments == 1
 
     @property
     def heads_may_travel(self) -> bool:
         """Whether ranks that share a document may attend to it densely, each with its heads."""
-        return self.recompute_attention == "again" and not self.attends_by_lists
+        return not self.attends_by_lists
 
     @property
     def model_may_attend(self) -> bool:
         """Whether the model's own attention may run for dense documents, if it takes packed
-        sequences: where it is named, or no other kernel is, and nothing needs its log-sum-exp."""
-        named = self.dense_attention == "model"
-        free = self.dense_attention == self.attention == "auto"
-        return (named or free) and self.recompute_attention == "again"
+        sequences: where it is named, or no other kernel is."""
+        return self.dense_attention == "model" or self.dense_attention == self.attention == "auto"
 
     @property
     def attends_by_lists(self) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where FlashAttention-4 serves: installed versions, devices, head dims. Loads nothing.
+"""Conditions under which FlashAttention-4 serves: version, device, head dims. Loads nothing.
 
 Kernels ask what runs, counted costs what will run.
 """
@@ -10,10 +10,10 @@ from functools import cache
 from sparsebalance_megatron.supported import installed_version
 
 _OLDEST_BETA = 30
-"""Of 4.0.0. Before 26 some launches of its backward pass gave NaN (Dao-AILab/flash-attention, issue
-2756)."""
+"""The oldest beta release of 4.0.0 that serves. Before 26 some launches of its backward pass gave
+NaN (Dao-AILab/flash-attention, issue 2756)."""
 _CAPABILITIES = {"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
-"""Of counted devices."""
+"""Compute capabilities of the counted devices that it serves."""
 
 
 @cache

@@ -163,7 +163,7 @@ class RandomWindows(DealtSamples):
 
 
 def order_of(arm: Arm, inputs: Inputs) -> DealtSamples | None:
-    """Of an arm's samples; None is that of arrival."""
+    """The order of an arm's samples; None is that of arrival."""
     if arm.window == 1:
         return None
     settings, kind = inputs.settings, RandomWindows if arm.at_random else DealtSamples

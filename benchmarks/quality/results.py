@@ -19,7 +19,7 @@ _OF_RUN = (
     *("budget_mean", "budget_deviation", "budget_quantiles", "work_ratio"),
 )
 _OF_STEPS = ("loss_deviation", "loss_rise", "grad_norm")
-"""Of a run, unless an earlier release ran it."""
+"""Figures of a run that earlier releases did not write."""
 _SETTINGS = ("study_name", "arm_name", "seed", "steps", "share", "ranks")
 """Settings that a finished run must share with the one asked for."""
 _NUMBERS = re.compile(r"\[[-\d.,\se+null]+\]")

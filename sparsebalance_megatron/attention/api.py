@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.attention.kernels import blocks, dense, fa4, reference, tokens, triton
-from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel, wide_dtype
+from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
@@ -111,7 +111,6 @@ def block_sparse_attention(
     *,
     softmax_scale: float,
     implementation: AttentionImplementation = "auto",
-    known: tuple[Tensor, Tensor] | None = None,
     sink_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every query over its selected KV blocks.
@@ -135,8 +134,6 @@ def block_sparse_attention(
               document's length.
             - "auto": on CUDA "triton" where that serves; else "blocks" or, for selections by
               token, "tokens", with a warning on CUDA.
-        known: out_THF and lse_TH of an earlier call with the same arguments, for a recomputed
-            pass: they are given back, differentiable, and nothing is attended to again.
         sink_H: for each query head the score of a key of value 0 that all its queries read besides
             ("attention sink"); differentiable. None for none.
 
@@ -149,8 +146,8 @@ def block_sparse_attention(
         ValueError: shapes, dtypes or devices do not fit, or the implementation does not serve the
             selection. An explicit choice never falls back.
     """
-    kernel = checked_kernel(q_THD, k_TGD, v_TGF, selection, implementation, known, sink_H)
-    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel, known)
+    kernel = checked_kernel(q_THD, k_TGD, v_TGF, selection, implementation, sink_H)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, kernel)
 
 
 def dense_attention(
@@ -161,7 +158,6 @@ def dense_attention(
     *,
     softmax_scale: float,
     kernel: DenseAttention = "auto",
-    known: tuple[Tensor, Tensor] | None = None,
     sink_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within the documents of a packed sequence, without lists.
@@ -175,9 +171,9 @@ def dense_attention(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or there is no kernel for them.
     """
-    chosen = check_dense(q_THD, k_TGD, v_TGF, layout, kernel, known, sink_H)
+    chosen = check_dense(q_THD, k_TGD, v_TGF, layout, kernel, sink_H)
     selection = Selection.of_documents(layout)
-    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, chosen, known)
+    return Attention.apply(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, chosen)
 
 
 def check_dense(
@@ -186,11 +182,10 @@ def check_dense(
     v_TGF: Tensor,
     layout: PackedLayout,
     kernel: DenseAttention = "auto",
-    known: tuple[Tensor, Tensor] | None = None,
     sink_H: Tensor | None = None,
 ) -> Any:
     """The kernel that :func:`dense_attention` takes; raises what that would."""
-    _check_tensors(q_THD, k_TGD, v_TGF, Selection.of_documents(layout), known, sink_H)
+    _check_tensors(q_THD, k_TGD, v_TGF, Selection.of_documents(layout), sink_H)
     name, obstacle = dense_kernel(q_THD, v_TGF, layout, kernel)
     if obstacle is not None:
         raise _error(f'dense attention, kernel "{name}", {obstacle}; or use "torch" or lists')
@@ -233,11 +228,10 @@ def checked_kernel(
     v_TGF: Tensor,
     selection: Selection,
     implementation: AttentionImplementation,
-    known: tuple[Tensor, Tensor] | None = None,
     sink_H: Tensor | None = None,
 ) -> Kernel:
     """The implementation that :func:`block_sparse_attention` takes, all arguments checked."""
-    _check_tensors(q_THD, k_TGD, v_TGF, selection, known, sink_H)
+    _check_tensors(q_THD, k_TGD, v_TGF, selection, sink_H)
     _check_selection(q_THD, k_TGD, selection)
     return KERNELS[_resolve(implementation, q_THD, v_TGF, selection)]
 
@@ -268,7 +262,6 @@ def _check_tensors(
     k_TGD: Tensor,
     v_TGF: Tensor,
     selection: Selection,
-    known: tuple[Tensor, Tensor] | None,
     sink_H: Tensor | None,
 ) -> None:
     shapes = ", ".join(str(tuple(x.shape)) for x in (q_THD, k_TGD, v_TGF))
@@ -297,17 +290,6 @@ def _check_tensors(
         raise _error(
             f"q, k, v and the selection lie on {sorted(map(str, devices))}: must share one"
         )
-    if known is not None:
-        found = [(tuple(x.shape), x.dtype, x.device) for x in known]
-        expected = [
-            ((*q_THD.shape[:2], v_TGF.shape[2]), q_THD.dtype, q_THD.device),
-            (tuple(q_THD.shape[:2]), wide_dtype(q_THD.dtype), q_THD.device),
-        ]
-        if found != expected:
-            raise _error(
-                f"known out and lse are {found}: must be {expected}, as an earlier call with the "
-                "same arguments gave them"
-            )
     if sink_H is not None and (sink_H.shape, sink_H.device) != (q_THD.shape[1:2], q_THD.device):
         raise _error(
             f"sink has shape {tuple(sink_H.shape)} on {sink_H.device}: must have one score for "

@@ -45,10 +45,8 @@ def with_dense_length(
 ) -> SparseBalanceConfig:
     """The choices with a number in place of ``dense_up_to`` auto: 0 for kernels that were named for
     their lists; and with the kernel that the costs were measured with in place of auto."""
-    measured = cost.dense_kernel
-    keeps = config.recompute_attention == "keep" and measured == "model"
-    if config.dense_attention == "auto" and measured is not None and not keeps:
-        config = replace(config, dense_attention=measured)
+    if config.dense_attention == "auto" and cost.dense_kernel is not None:
+        config = replace(config, dense_attention=cost.dense_kernel)
     if config.dense_up_to != "auto":
         return config
     tokens = (

@@ -28,7 +28,6 @@ class MemoryModel:
         selected_blocks_per_token: entries of the lists that attention saves, per token and layer of
             a whole model: KV heads (or query heads) times budget where tokens select, and that over
             the block size where blocks of queries do.
-        attention_kept: the forward's output, log-sum-exp and lists of recomputed layers stay.
         micro_batch_group_size: of virtual stages; None stands for the number of stages.
     """
 
@@ -43,7 +42,6 @@ class MemoryModel:
     sharded_parameters: bool = False
     recompute_all: bool = False
     recompute_attention: bool = False
-    attention_kept: bool = False
     micro_batch_group_size: int | None = None
 
     @property
@@ -103,9 +101,7 @@ class MemoryModel:
         heads, groups = shape.num_attention_heads, shape.num_query_groups
         statistics_and_lists = (_FLOAT * heads + 4 * self.selected_blocks_per_token) * share
         if self.recompute_all:
-            layer_input = _HALF * shape.hidden_size * hidden_share
-            output = _HALF * shape.value_dim * heads * share
-            return layer_input + (output + statistics_and_lists if self.attention_kept else 0.0)
+            return _HALF * shape.hidden_size * hidden_share
         qkv_and_output = _HALF * (shape.head_dim + shape.value_dim) * (heads + groups)
         neurons, copies = float(shape.ffn_hidden_size), 0.0
         if (experts := shape.experts) is not None:
@@ -115,7 +111,7 @@ class MemoryModel:
         mlp = _HALF * neurons * (3 if shape.gated_linear_unit else 2)
         kept = 4 * _HALF * shape.hidden_size * hidden_share + (qkv_and_output + mlp) * share
         kept += copies
-        if self.recompute_attention and not self.attention_kept:
+        if self.recompute_attention:
             return kept
         return kept + statistics_and_lists
 
@@ -174,7 +170,7 @@ def stage_memory(
     """
     layers, micro_batches = model.layers_per_stage[stage], tokens_RM.shape[1]
     lists_per_layer = 0.0
-    if model.attention_kept or not (model.recompute_all or model.recompute_attention):
+    if not (model.recompute_all or model.recompute_attention):
         lists_per_layer = 4 * model.selected_blocks_per_token / model.shape.tensor_parallel_size
     chunks = model.chunks_in_flight(stage, micro_batches)
     # So many neighbouring micro-batches, the last of them perhaps with some chunks only.

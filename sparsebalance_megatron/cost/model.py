@@ -138,20 +138,15 @@ class CostModel:
         has_none = part is Part.EXPERTS and part not in rows
         return np.zeros(len(FEATURES)) if has_none else np.array(rows[part], dtype=np.float64)
 
-    def with_recompute(
-        self, *, full: bool, attention_only: bool, attention_kept: bool = False
-    ) -> "CostModel":
+    def with_recompute(self, *, full: bool, attention_only: bool) -> "CostModel":
         """A model whose backward contains the forward, and what it exchanges, that activation
         recomputation repeats.
 
         Args:
             full: ``--recompute-granularity full``: whole layers.
             attention_only: selective recomputation of ``core_attn``: routing and attention.
-            attention_kept: routing and attention of the forward serve the recomputed pass too.
         """
         repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE if attention_only else _NOTHING
-        if attention_kept:
-            repeated -= _ATTENTION_RECOMPUTE
         backward_ms = dict(self.backward_ms)
         for part in repeated & backward_ms.keys():
             pairs = zip(self.backward_ms[part], self.forward_ms[part], strict=True)

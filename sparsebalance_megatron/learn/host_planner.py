@@ -97,7 +97,6 @@ class HostJob:
         return cost.with_bandwidth(config.gigabytes_per_second).with_recompute(
             full=self.recompute_all,
             attention_only=self.recompute_attention,
-            attention_kept=config.recompute_attention == "keep",
         )
 
     def plan_settings(self, config: SparseBalanceConfig, micro_batch_tokens: int) -> PlanSettings:

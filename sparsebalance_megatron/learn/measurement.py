@@ -7,7 +7,7 @@ collectives of a chunk, Z passes through a collective.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ PASSES = 4
 gradients."""
 LOG_LINE = ("imbalance", "predicted_to_measured", "coverage", "tuned_samples")
 """Figures in the trainer's log line, which hands them to its writers."""
-COUNTS_IN_LOG_LINE = ("unobserved", "attended_again", "recomputed_otherwise")
+COUNTS_IN_LOG_LINE = ("unobserved",)
 """Figures that are there only where they are not zero."""
 
 Figure = float | None
@@ -129,16 +129,6 @@ class CoverageTotals:
     unobserved: int = 0
 
 
-class RecomputeTotals(NamedTuple):
-    """Passes of single layers that backward recomputed where attention is to be kept: those that
-    took the first forward's, that found none and attended again, and that took it with other
-    inputs."""
-
-    kept: int = 0
-    again: int = 0
-    otherwise: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class MeasuredTimes:
     """Times of all ranks in one step, in ms; NaN where unmeasured.
@@ -172,7 +162,6 @@ class StepMeasurement(MeasuredTimes):
     lm_loss: float
     tokens: int
     differing_ranks: tuple[int, ...]
-    recompute: RecomputeTotals = field(default=RecomputeTotals())
 
     def without_waiting(self, micro_batches: Iterable[MicroBatchPlan]) -> "StepMeasurement":
         """This step without the time that ranks waited for one another inside shared micro-batches.
@@ -246,9 +235,6 @@ class StepFigures:
     coverage_base: Figure
     coverage_min: Figure
     unobserved: int
-    kept_attention: int
-    attended_again: int
-    recomputed_otherwise: int
     digest_mismatches: int
 
     @classmethod
@@ -295,9 +281,6 @@ class StepFigures:
             coverage_base=float(totals.base_sum / (totals.base_count or math.nan)),
             coverage_min=totals.minimum if math.isfinite(pairs) else math.nan,
             unobserved=totals.unobserved,
-            kept_attention=measured.recompute.kept,
-            attended_again=measured.recompute.again,
-            recomputed_otherwise=measured.recompute.otherwise,
             digest_mismatches=len(measured.differing_ranks),
         )
 

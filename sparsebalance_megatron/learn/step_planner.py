@@ -29,7 +29,8 @@ from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 _STATE_VERSION = 6
 STATE_VERSION_IN_WINDOW = 7
-"""In the middle of a window of samples, which releases without windows would train twice."""
+"""Version of a state in the middle of a window of samples, which releases without windows would
+train twice."""
 _HISTORY_STEPS = 9
 _FIRST_ESTIMATE_STEPS = 3
 """The first steps of a run are slow (allocation, compilation); the median of three outvotes one."""

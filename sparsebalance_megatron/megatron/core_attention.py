@@ -39,11 +39,6 @@ from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_with
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec
-from sparsebalance_megatron.megatron.kept_attention import (
-    KeptAttention,
-    in_first_pass,
-    in_recomputed_pass,
-)
 from sparsebalance_megatron.megatron.latent_positions import TruePositions
 from sparsebalance_megatron.megatron.own_attention import sharing_heads
 from sparsebalance_megatron.megatron.packed_seq_params import (
@@ -86,9 +81,8 @@ class BudgetedCoreAttention(MegatronModule):
     parameter, the attention sink ``softmax_offset`` [H] of ``--softmax-type learnable``; coverage
     and selection do not count the sink. ``own`` builds the attention that the model would have,
     which attends to dense documents where :meth:`attends_by_model`. Without a carrier (plain
-    ``PackedSeqParams``, or the sbhd layout) every sample gets the base budget, nothing is observed
-    or kept for a recomputed pass, and the host waits for boundaries on the device, once a
-    micro-batch.
+    ``PackedSeqParams``, or the sbhd layout) every sample gets the base budget, nothing is observed,
+    and the host waits for boundaries on the device, once a micro-batch.
     """
 
     own: Any
@@ -190,9 +184,6 @@ class BudgetedCoreAttention(MegatronModule):
         if attention_bias is not None:
             raise ConfigError("--sparse-balance: attention bias is not supported")
         context = getattr(packed_seq_params, "micro_batch", None)
-        kept = None
-        if self._options.config.recompute_attention == "keep":
-            kept = getattr(packed_seq_params, "kept", None)
         thd = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if context is None:
             if not thd:
@@ -204,7 +195,7 @@ class BudgetedCoreAttention(MegatronModule):
         q_THD, k_TGD, v_TGF = (
             (x if x.ndim == 3 else x[:, 0])[:tokens] for x in (query, key, value)
         )
-        out_T = self._attend(q_THD, k_TGD, v_TGF, context, kept)
+        out_T = self._attend(q_THD, k_TGD, v_TGF, context)
         if padding:
             out_T = torch.nn.functional.pad(out_T, (0, 0, 0, padding))
         return out_T if thd else out_T[:, None]
@@ -215,7 +206,7 @@ class BudgetedCoreAttention(MegatronModule):
             x.transpose(0, 1).reshape(batch * sequence, x.shape[2], -1) for x in (query, key, value)
         )
         cu_seqlens = tuple(range(0, (batch + 1) * sequence, sequence))
-        out = self._attend(q_THD, k_TGD, v_TGF, self._base_context(cu_seqlens, query.device), None)
+        out = self._attend(q_THD, k_TGD, v_TGF, self._base_context(cu_seqlens, query.device))
         return out.view(batch, sequence, -1).transpose(0, 1).contiguous()
 
     def _base_context(self, cu_seqlens: tuple[int, ...], device: torch.device) -> LocalMicroBatch:
@@ -234,14 +225,8 @@ class BudgetedCoreAttention(MegatronModule):
         )
 
     def _attend(
-        self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGF: Tensor,
-        context: LocalMicroBatch,
-        kept: KeptAttention | None,
+        self, q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, context: LocalMicroBatch
     ) -> Tensor:
-        inputs = (q_THD, k_TGD, v_TGF)
         if self._options.repetitions is not None:
             rank = 0 if self.tp_group is None else self.tp_group.rank()
             self._options.repetitions.add(
@@ -249,14 +234,9 @@ class BudgetedCoreAttention(MegatronModule):
                 softmax_scale=self._softmax_scale,
                 first_head=rank * q_THD.shape[1],
             )
-        found = None
-        if kept is not None and in_recomputed_pass():
-            found = kept.take(self._layer_index, inputs)
-        selection = None if found is None else found.selection
-        # Queries, keys and values, and the results where they are known.
-        dense = listed = inputs if found is None else (*inputs, found.out_THF, found.lse_TH)
-        layout, others = context.layout, context
-        results: list[Sequence[Tensor]] = []
+        dense: Sequence[Tensor] = (q_THD, k_TGD, v_TGF)
+        layout, others, listed = context.layout, context, dense
+        results: list[Tensor] = []
         documents = self._dense_documents(q_THD, v_TGF, context)
         in_pieces = documents if self._in_pieces(context, documents) else 0
         documents -= in_pieces
@@ -271,14 +251,10 @@ class BudgetedCoreAttention(MegatronModule):
         if documents:
             results.append(self._attend_densely(dense, layout, context))
         if documents < context.layout.documents:
-            selection, *result = self._attend_to_lists(listed, others, selection, in_pieces)
-            results.append(result)
-        if documents and found is None:
+            results.append(self._attend_to_lists(listed, others, in_pieces))
+        if documents:
             self._observe_densely(dense, layout, context, others)
-        out_THF = torch.cat([out for out, *_ in results]) if len(results) > 1 else results[0][0]
-        if kept is not None and in_first_pass():
-            lse_TH = torch.cat([lse for _, lse in results])
-            kept.keep(self._layer_index, inputs, selection, (out_THF, lse_TH))
+        out_THF = torch.cat(results) if len(results) > 1 else results[0]
         return out_THF.reshape(out_THF.shape[0], -1)
 
     @property
@@ -313,11 +289,10 @@ class BudgetedCoreAttention(MegatronModule):
 
     def _attend_densely(
         self, qkv: Sequence[Tensor], layout: PackedLayout, context: LocalMicroBatch
-    ) -> Sequence[Tensor]:
-        """out_THF and lse_TH of the documents of a layout; out alone where ranks share them, or the
-        model's own attention runs."""
+    ) -> Tensor:
+        """out_THF of the documents of a layout."""
         if self.attends_by_model(qkv[0], qkv[2], layout):
-            return [self.attended_by_model(qkv[:3], layout, context)]
+            return self.attended_by_model(qkv, layout, context)
         kernel = self._options.config.dense_attention
         attend = partial(dense_attention, layout=layout, kernel=kernel)
         sequence = context.sequence
@@ -327,10 +302,10 @@ class BudgetedCoreAttention(MegatronModule):
         heads, member = q_THD.shape[1] // sequence.group.members, sequence.group.member
 
         def of_member(*qkv: Tensor) -> Tensor:
-            return self._attended(attend, qkv, slice(member * heads, (member + 1) * heads))[0]
+            return self._attended(attend, qkv, slice(member * heads, (member + 1) * heads))
 
         travelling = TravellingHeads(sequence, layout.tokens)
-        return [travelling.attend((q_THD, k_TGD, v_TGF), of_member)]
+        return travelling.attend((q_THD, k_TGD, v_TGF), of_member)
 
     def attends_by_model(self, q_THD: Tensor, v_TGF: Tensor, layout: PackedLayout) -> bool:
         """Whether dense documents in one piece run on the model's own attention: where it is named,
@@ -348,20 +323,15 @@ class BudgetedCoreAttention(MegatronModule):
         return out_TX.view(len(out_TX), qkv[0].shape[1], -1)
 
     def _attend_to_lists(
-        self,
-        qkv: Sequence[Tensor],
-        context: LocalMicroBatch,
-        selection: Selection | None,
-        in_pieces: int,
-    ) -> tuple[Selection, Tensor, Tensor]:
-        """The selection, made anew where none is given, out_THF and lse_TH.
+        self, qkv: Sequence[Tensor], context: LocalMicroBatch, in_pieces: int
+    ) -> Tensor:
+        """out_THF by lists.
 
         ``in_pieces``: so many first documents are attended to densely. If all of the micro-batch's
         are, nothing is selected.
         """
-        if selection is None:
-            with undisturbed(qkv[0].device):
-                selection = self.select(qkv[0], qkv[1], context, in_pieces)
+        with undisturbed(qkv[0].device):
+            selection = self.select(qkv[0], qkv[1], context, in_pieces)
         attend: Callable[..., tuple[Tensor, Tensor]] = block_sparse_attention
         if context.sequence is not None:
             exchange = context.exchange(self._layer_index)
@@ -374,31 +344,25 @@ class BudgetedCoreAttention(MegatronModule):
             )
         implementation = self._options.config.attention
         attend = partial(attend, selection=selection, implementation=implementation)
-        return selection, *self._attended(attend, qkv)
+        return self._attended(attend, qkv)
 
     def _attended(
         self,
         attend: Callable[..., tuple[Tensor, Tensor]],
         qkv: Sequence[Tensor],
         heads: slice = slice(None),
-    ) -> tuple[Tensor, Tensor]:
-        """out_THF and lse_TH from queries, keys and values, which known results may follow.
-
-        ``heads``: of this tensor-parallel rank that these are.
-        """
-        q_THD, k_TGD, v_TGF, *known = qkv
+    ) -> Tensor:
+        """out_THF from queries, keys and values; ``heads``: of this tensor-parallel rank that these
+        are."""
+        q_THD, k_TGD, v_TGF = qkv
         # The score of the key, of value 0, that --softmax-type adds to the keys of each head.
         sink_H: Tensor | None = None
         if self.config.softmax_type == "learnable":
             sink_H = self.softmax_offset[heads]
         elif self.config.softmax_type != "vanilla":
             sink_H = q_THD.new_zeros(q_THD.shape[1])
-        return attend(
-            *(q_THD, k_TGD, v_TGF),
-            softmax_scale=self._softmax_scale,
-            known=(known[0], known[1]) if known else None,
-            sink_H=sink_H,
-        )
+        out_THF, _ = attend(q_THD, k_TGD, v_TGF, softmax_scale=self._softmax_scale, sink_H=sink_H)
+        return out_THF
 
     @torch.no_grad()
     def _observe_densely(

@@ -20,7 +20,6 @@ from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.sequence.earlier_segments import MicroBatchSegments
 from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
-from sparsebalance_megatron.megatron.kept_attention import KeptAttention, RecomputeCounts
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 STEPS_PER_FULL_OBSERVATION = 8
@@ -76,7 +75,6 @@ class LocalMicroBatch:
         inputs: name -> values [T] on the host, which the model or the loss reads; None on stages
             that read none.
         observations: by layer, so that a recomputed pass overwrites what it repeats.
-        recompute: counts what recomputation did.
     """
 
     layout: PackedLayout
@@ -96,7 +94,6 @@ class LocalMicroBatch:
     dense_documents_L: Sequence[int] = ()
     inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
-    recompute: RecomputeCounts = field(default_factory=RecomputeCounts)
     _plain_params: dict[int, PackedSeqParams] = field(default_factory=dict, init=False, repr=False)
 
     def dense_documents(self, layer: int) -> int:
@@ -192,20 +189,14 @@ class LocalMicroBatch:
             max_seqlen_q=whole.max_seqlen_q,
             max_seqlen_kv=whole.max_seqlen_kv,
             micro_batch=self,
-            kept=KeptAttention(self.recompute),
         )
 
 
 @dataclass
 class BudgetedPackedSeqParams(PackedSeqParams):
-    """Megatron's ``PackedSeqParams`` with the micro-batch on board.
-
-    ``kept`` holds what layers keep for their recomputed pass. It is here and not in the
-    micro-batch, which lives until the step's end: what no backward takes goes with the graph.
-    """
+    """Megatron's ``PackedSeqParams`` with the micro-batch on board."""
 
     micro_batch: LocalMicroBatch | None = None
-    kept: KeptAttention | None = None
 
 
 def local_micro_batches(

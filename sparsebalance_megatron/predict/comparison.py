@@ -39,7 +39,8 @@ WINDOW_STEPS = 8
 _TRIED_WINDOW = 4
 _LEAST_WINDOW_SPEEDUP = 1.05
 _MOST_VARIATION = 0.3
-"""Of tokens a step, beyond which single tokens of some steps weigh much more than of others."""
+"""Deviation over mean of tokens a step, beyond which a token of some steps weighs much more than one
+of others."""
 _MOST_MOVES = 8
 """Layers that move at most; each move plans all batches twice."""
 
@@ -113,13 +114,12 @@ class Row(NamedTuple):
 
 
 def _leaves_attention(planned: Workload) -> bool:
-    """Whether mode exact leaves attention to the model: heads travel, nothing is cut or kept."""
+    """Whether mode exact leaves attention to the model: heads travel, and nothing is cut."""
     settings = planned.plan_settings
     return (
         settings.config.layer_budgets == MODES["exact"]["layer_budgets"]
         and settings.config.max_segments == 1
         and planned.cost.exchange.heads_serve(settings.max_cp_size)
-        and not planned.memory.attention_kept
     )
 
 

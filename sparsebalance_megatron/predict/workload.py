@@ -114,7 +114,6 @@ class Workload:
                 sharded_parameters=sharded_parameters,
                 recompute_all=job.recompute_all,
                 recompute_attention=job.recompute_attention,
-                attention_kept=config.recompute_attention == "keep",
             ),
             seed=seed,
         )

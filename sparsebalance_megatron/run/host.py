@@ -23,7 +23,6 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
 from sparsebalance_megatron.megatron.hooks import leave_out_padding, use_true_positions
-from sparsebalance_megatron.megatron.kept_attention import KeptAttention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import (
@@ -258,7 +257,7 @@ class HostRun:
         if packed_seq_params is None:
             return micro_batch.params()
         carrier = copy.copy(packed_seq_params)
-        carrier.micro_batch, carrier.kept = micro_batch, KeptAttention(micro_batch.recompute)
+        carrier.micro_batch = micro_batch
         return carrier
 
     def _checked_boundaries(

@@ -127,7 +127,7 @@ class Inputs:
         return () if stages is None else (str(stages),)
 
     def window_lines(self, extra_steps: int) -> tuple[str, ...]:
-        """From which iteration on samples change places, or what that would give. There were
+        """The iteration from which on samples change places, or what that would give. There were
         ``extra_steps`` more iterations than steps."""
         lines = window_lines(self.workload(WINDOW_STEPS))
         if self.dealt is None:

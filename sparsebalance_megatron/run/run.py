@@ -247,7 +247,6 @@ class Run:
                 times=times,
                 observed=observed,
                 loss_and_tokens=torch.stack(self._losses).sum(dim=0) if self._losses else None,
-                recompute=self._recompute_totals(),
                 digest=planned.plan.digest(),
             )
             measured = measured.without_waiting(planned.plan.micro_batches)
@@ -288,14 +287,6 @@ class Run:
                 self.sinks.write(finished)
         self.begin_step()
         return logged
-
-    def _recompute_totals(self) -> Tensor | None:
-        """Summed over this rank's micro-batches, without waiting for the device."""
-        counts = [each.recompute for each in self.seen]
-        found = [each.totals() for each in counts if each.again or each.changed]
-        # A micro-batch that kept nothing counts on the host.
-        totals = [copied_to(x, self._device) if x.device.type == "cpu" else x for x in found]
-        return torch.stack(totals).sum(dim=0) if totals else None
 
 
 def add_figures(

@@ -21,7 +21,6 @@ from sparsebalance_megatron.learn.measurement import (
     CoverageTotals,
     Piece,
     RankPlace,
-    RecomputeTotals,
     StepMeasurement,
     StepTimes,
     lockstep_waiting,
@@ -112,14 +111,12 @@ class StepReducer:
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
         digest: bytes,
-        recompute: torch.Tensor | None = None,
     ) -> tuple[StepMeasurement, np.ndarray]:
         """Measurements of all ranks, and [O] executed coverage of this rank; collective.
 
         Args:
             segments_M, most_segments: of this rank's micro-batches; of one of any rank.
             loss_and_tokens: [2] sum of losses and tokens, on last stages; None elsewhere.
-            recompute: [3] sum of :meth:`.RecomputeCounts.totals`; None where there are none.
             digest: of the plan this rank executed.
         """
         shapes = self._shapes(len(segments_M), most_segments)
@@ -146,7 +143,7 @@ class StepReducer:
                 inside_VMYXZ[inside.place] += inside.ms
             part["schedule"][here] = times.schedule_ms
             flat = copied_to(host, self.device)
-            self._put(_views(flat, shapes), here, observed, loss_and_tokens, recompute)
+            self._put(_views(flat, shapes), here, observed, loss_and_tokens)
         else:
             flat = copied_to(host, self.device)
         own_O = torch.empty(0, dtype=torch.float64, device=self.device)
@@ -170,7 +167,6 @@ class StepReducer:
             "counts": (job.layers, self.buckets),
             "coverage": (job.layers, self.buckets, self.grid_size + _EXTRA_COLUMNS),
             "unobserved": (1,),
-            "recompute": (3,),
             "loss": (2,),
         }
 
@@ -180,7 +176,6 @@ class StepReducer:
         here: tuple[int, int],
         observed: ObservedCoverage,
         loss_and_tokens: torch.Tensor | None,
-        recompute: torch.Tensor | None,
     ) -> None:
         """Add what is on the device."""
         if observed.values_OC is None:
@@ -199,8 +194,6 @@ class StepReducer:
             part["minima"][here] = values_OC[:, EXECUTED].masked_fill(broken_O, math.inf).min()
         if loss_and_tokens is not None:
             part["loss"][:] = loss_and_tokens
-        if recompute is not None:
-            part["recompute"][:] = recompute
 
     def _sum(self, flat: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffer summed over ranks, and what is this rank's own, on the host."""
@@ -235,7 +228,6 @@ class StepReducer:
             lm_loss=float(loss / tokens) if tokens else math.nan,
             tokens=int(tokens),
             differing_ranks=differing_ranks(part["digests"]),
-            recompute=RecomputeTotals(*(int(count) for count in part["recompute"])),
         )
 
 

@@ -31,7 +31,6 @@ from sparsebalance_megatron.megatron.hooks import (
     leave_out_padding,
     use_true_positions,
 )
-from sparsebalance_megatron.megatron.kept_attention import RecomputeCounts
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
@@ -467,7 +466,7 @@ class ForwardStep:
             batch[name] = copied_to(torch.as_tensor(values_T), self._trainer.device)[None]
         # It lives until the step's end, without tokens. Megatron may run a step again: what is read
         # stays as it is.
-        micro_batch = replace(read, inputs=None, observations={}, recompute=RecomputeCounts())
+        micro_batch = replace(read, inputs=None, observations={})
         if micro_batch.sequence is not None:
             use_true_positions(model)
         leave_out_padding(model)

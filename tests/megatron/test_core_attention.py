@@ -366,7 +366,6 @@ def test_layers_with_one_spec_in_common_are_changed_once(leaves: bool) -> None:
         ({}, 2, True),
         ({"max_context_parallel": 2}, 1, True),
         ({"max_segments": 4}, 1, False),
-        ({"recompute_attention": "keep"}, 1, False),
         ({"tuning": "raise"}, 1, False),
         ({"layer_budgets": "dense:0"}, 1, False),
     ],
@@ -467,7 +466,6 @@ class OwnAttention(MegatronModule):
         ({"dense_attention": "model"}, [1]),
         ({"dense_attention": "torch"}, []),
         ({"implementation": "blocks"}, []),
-        ({"recompute_attention": "keep"}, []),
     ],
 )
 def test_dense_documents_run_on_the_models_own_attention(

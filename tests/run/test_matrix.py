@@ -69,7 +69,6 @@ YARN = (
     "--yarn-original-max-position-embeddings 64"
 )
 CUT = f"{PIPELINE} --sparse-balance-max-segments 4 {ON_CPU}"
-KEEP = "--sparse-balance-config recompute-attention=keep"
 
 
 def without(flags: tuple[str, ...], *names: str) -> tuple[str, ...]:
@@ -184,13 +183,11 @@ LAYOUTS = {
     "tensor-pipeline": Layout(
         "gpt2", 4, f"{TENSOR} {PIPELINE} --account-for-loss-in-pipeline-split"
     ),
-    "latent-data-pipeline": Layout("latent", 4, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
-    "sinks-tensor-sequence": Layout(
-        "sinks", 2, f"{TENSOR} {SEQUENCE} {SELECTIVE} {KEEP}", WITH_NORMS
-    ),
-    "layers-pipeline": Layout("layers", 2, f"{PIPELINE} {RECOMPUTE} uniform {KEEP}"),
+    "latent-data-pipeline": Layout("latent", 4, f"{PIPELINE} {RECOMPUTE} uniform"),
+    "sinks-tensor-sequence": Layout("sinks", 2, f"{TENSOR} {SEQUENCE} {SELECTIVE}", WITH_NORMS),
+    "layers-pipeline": Layout("layers", 2, f"{PIPELINE} {RECOMPUTE} uniform"),
     "layers-interleaved": Layout("layers", 4, INTERLEAVED),
-    "lengths-data": Layout("lengths", 2, f"{RECOMPUTE} uniform {KEEP}"),
+    "lengths-data": Layout("lengths", 2, f"{RECOMPUTE} uniform"),
     "sharded": Layout("llama", 2, SHARDED),
     "exact-data": Layout("exact", 2, f"{OVERLAP} {SELECTIVE}"),
     "exact-pipeline": Layout("exact", 4, "--pipeline-model-parallel-size 4"),
@@ -270,14 +267,14 @@ CUTS = {
     "segments-packed": ("llama", 2, "--micro-batch-size 4"),
     "segments-blend": ("blend", 4, f"{TENSOR} --sequence-parallel"),
     "segments-conversations": ("conversations", 4, "--micro-batch-size 2"),
-    "segments-recompute-keep": ("llama", 4, f"{RECOMPUTE} block {KEEP}"),
+    "segments-recompute": ("llama", 4, f"{RECOMPUTE} block"),
     "segments-recompute-selective": ("llama", 2, SELECTIVE),
-    "segments-tensor-sequence": ("llama", 4, f"{TENSOR} --sequence-parallel {SELECTIVE} {KEEP}"),
+    "segments-tensor-sequence": ("llama", 4, f"{TENSOR} --sequence-parallel {SELECTIVE}"),
     "segments-bf16": ("llama bf16", 4, "--use-distributed-optimizer"),
     "segments-tied-tensor": ("gpt2", 4, f"{TENSOR} --account-for-loss-in-pipeline-split"),
-    "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform {KEEP}"),
+    "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform"),
     "segments-layers": ("layers", 2, ""),
-    "segments-wide": ("llama", 4, f"{WIDE} {RECOMPUTE} uniform {KEEP}"),
+    "segments-wide": ("llama", 4, f"{WIDE} {RECOMPUTE} uniform"),
     "segments-wide-vertical-slash": ("vertical-slash", 4, WIDE),
     "segments-wide-data4": ("llama", 8, f"{WIDER} {OVERLAP}"),
     "segments-wide-experts": (
@@ -323,7 +320,7 @@ ALL = LAYOUTS | SHARED_ROWS | SEGMENTS | POSITIONS
 PER_PUSH = frozenset(
     {
         "segments-data-overlapped",
-        "segments-recompute-keep",
+        "segments-recompute",
         "segments-wide",
         "context-latent",
         "tensor-pipeline",
@@ -436,9 +433,6 @@ def test_layout_trains_to_the_losses_of_one_rank(
         *(model.batching, tmp_path, layout.program),
     )
     _assert_trains_alike(run, expected, model)
-    for figures in run.logged("figures"):
-        assert (figures["kept_attention"] > 0) == (KEEP in layout.flags)
-        assert figures["attended_again"] == figures["recomputed_otherwise"] == 0
     if name not in SEGMENTS:
         assert_order_is_simulated(tmp_path, layout.ranks)
     if name in LAYOUTS:

@@ -77,17 +77,13 @@ class Attention(torch.autograd.Function):
         selection: Selection,
         softmax_scale: float,
         kernel: Kernel,
-        known: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        if known is not None:
-            out_THF, lse_TH = known
-        else:
-            with undisturbed(q_THD.device):
-                out_THF, lse_TH = kernel.forward(
-                    q_THD, k_TGD, v_TGF, selection, softmax_scale=softmax_scale
-                )
-                if sink_H is not None:
-                    out_THF, lse_TH = _with_sink(out_THF, lse_TH, sink_H)
+        with undisturbed(q_THD.device):
+            out_THF, lse_TH = kernel.forward(
+                q_THD, k_TGD, v_TGF, selection, softmax_scale=softmax_scale
+            )
+            if sink_H is not None:
+                out_THF, lse_TH = _with_sink(out_THF, lse_TH, sink_H)
         # Lists are saved as tensors, so that recomputation and offloading can let go of them.
         tensors = q_THD, k_TGD, v_TGF, out_THF, lse_TH, sink_H
         ctx.save_for_backward(*tensors, *selection.tensors())
@@ -118,7 +114,7 @@ class Attention(torch.autograd.Function):
             # The sink is a part like others: the output and LSE of all parts serve the kernel.
             gradients = ctx.kernel.backward(dout_THF, saved)
             dsink_H = None if sink_H is None else _sink_gradient(dout_THF, saved, sink_H)
-        return *gradients, dsink_H, None, None, None, None
+        return *gradients, dsink_H, None, None, None
 
 
 def _with_sink(out_THF: Tensor, lse_TH: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,6 @@ def sequence_attention(
     implementation: AttentionImplementation = "auto",
     dense_documents: int = 0,
     dense_kernel: DenseAttention = "auto",
-    known: tuple[Tensor, Tensor] | None = None,
     sink_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`..api.block_sparse_attention` where this rank holds a slice of the sequence.
@@ -56,7 +55,6 @@ def sequence_attention(
         dense_documents: so many first documents are attended to densely (:mod:`.pieces`), whatever
             their lists, by ``dense_kernel``; where there are no others, the selection needs none.
             With an exchange.
-        known: all members give it, or none, since the exchange of a forward is left out.
 
     Raises:
         ValueError: as :func:`..api.block_sparse_attention`; or the selection belongs to another
@@ -77,16 +75,15 @@ def sequence_attention(
             *(q_THD, k_TGD, v_TGF, selection),
             softmax_scale=softmax_scale,
             implementation=implementation,
-            known=known,
             sink_H=sink_H,
         )
     # What is checked are the tensors that are here.
     here, kernel = sequence.local_layout, None
     if dense_documents < sequence.whole_layout.documents:
         listed = replace(selection, kv_layout=here)
-        kernel = checked_kernel(q_THD, k_TGD, v_TGF, listed, implementation, known, sink_H)
+        kernel = checked_kernel(q_THD, k_TGD, v_TGF, listed, implementation, sink_H)
     if kernel is None or dense_documents:
-        dense = check_dense(q_THD, k_TGD, v_TGF, here, dense_kernel, known, sink_H)
+        dense = check_dense(q_THD, k_TGD, v_TGF, here, dense_kernel, sink_H)
         if kernel is not None:
             rows = sequence.rows_of(dense_documents, by_token=selection.by_token)
             selection = selection.without_first(rows)
@@ -94,9 +91,7 @@ def sequence_attention(
             sequence=sequence, documents=dense_documents, dense=dense, lists=kernel
         )
     exchanging = ExchangingKernel(exchange=exchange, sequence=sequence, kernel=kernel)
-    return Attention.apply(
-        *(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, exchanging, known)
-    )
+    return Attention.apply(*(q_THD, k_TGD, v_TGF, sink_H, selection, softmax_scale, exchanging))
 
 
 @dataclass(frozen=True, kw_only=True)

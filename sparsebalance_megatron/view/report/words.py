@@ -58,7 +58,7 @@ def _times_as_fast(comparison: Comparison) -> str:
 
 
 def changes(numbers: RunSummary | Comparison, beside: Mapping[str, Beside]) -> list[str]:
-    """Where the gain is in a step, and what it is owed to as far as other runs tell."""
+    """Says where the gain is in a step, and what it is owed to as far as other runs tell."""
     why = numbers.explanation if isinstance(numbers, Comparison) else None
     sentences = []
     if why is not None:
