@@ -39,8 +39,7 @@ WINDOW_STEPS = 8
 _TRIED_WINDOW = 4
 _LEAST_WINDOW_SPEEDUP = 1.05
 _MOST_VARIATION = 0.3
-"""Deviation over mean of tokens a step, beyond which a token of some steps weighs much more than one
-of others."""
+"""Deviation over mean of tokens a step, beyond which tokens of some steps weigh much more."""
 _MOST_MOVES = 8
 """Layers that move at most; each move plans all batches twice."""
 
