@@ -213,7 +213,7 @@ def summarize(steps: Sequence[StepRecord], header: RunHeader | None = None) -> R
 
 
 def tokens_per_second(steps: Sequence[StepRecord], header: RunHeader | None) -> float | None:
-    """Tokens a second of a GPU, in steps of known time; None where the log has no number of GPUs."""
+    """Tokens a second of a GPU over steps of known time; None where the log names no GPUs."""
     timed = [step for step in steps if step.iteration_ms]
     seconds = sum(step.iteration_ms or 0.0 for step in timed) / 1e3
     if header is None or not header.world_size or not seconds:
