@@ -27,11 +27,10 @@ def masked_attention(
     softmax_scale: float,
     implementation: str = "auto",
     sink_H: Tensor | None = None,
-    known: object = None,
 ) -> tuple[Tensor, Tensor]:
     """Takes the place of ``block_sparse_attention``; queries and keys lie in one row.
 
-    No arm has attention sinks, or keeps attention for a recomputed pass.
+    No arm has attention sinks.
 
     Returns:
         out_THD, and NaN in place of lse_TH, which nothing here reads.

@@ -4,6 +4,7 @@
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from quality.documents import Document
 from quality.lookup import DEPTHS, Lookup
+from quality.source_text import LONGEST_BYTES, VOCABULARY, source_text
 
 STACKED = Lookup()
 LONG = Lookup(shortest_tokens=24, longest_tokens=384)
@@ -165,8 +167,34 @@ LOOKUP_LONG = replace(
     equal_speed_blocks=5.2,
     length_shares=(0.125, 0.25, 0.5),
 )
+TEXT = Study(
+    name="text",
+    tasks=(
+        Task(
+            name="text",
+            title="the next byte of Python's standard library",
+            place="position in the document",
+            edges=(0, 256, 1024, LONGEST_BYTES + 1),
+            held_out=lambda generator, count: islice(source_text(generator, held_out=True), count),
+            documents=200,
+            chance=1 / VOCABULARY,
+        ),
+    ),
+    vocabulary=VOCABULARY,
+    longest_tokens=LONGEST_BYTES,
+    layers=2,
+    block_size=64,
+    base_budget=8,
+    batch_size=8,
+    steps=144,
+    attention_weight=1.0,
+    training=partial(source_text, held_out=False),
+    length_shares=(1 / 16, 1 / 4, 1 / 2),
+)
 
-STUDIES: Mapping[str, Study] = {study.name: study for study in (LOOKUP, LOOKUP_STEADY, LOOKUP_LONG)}
+STUDIES: Mapping[str, Study] = {
+    study.name: study for study in (LOOKUP, LOOKUP_STEADY, LOOKUP_LONG, TEXT)
+}
 DEFAULT_TASKS = ("recall", "needle")
 
 

@@ -80,7 +80,7 @@ def test_modes_of_the_host_see_none_of_the_kernels_operations(
     kernel, dout_THF = KERNELS[implementation], torch.ones(139, 4, 16)
     q_THD.requires_grad_()
     with _Seen() as seen:
-        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, lists, SCALE, kernel, None)
+        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, lists, SCALE, kernel)
         torch.autograd.grad(out_THF, q_THD, dout_THF)
     # The mode is asked about what surrounds the operation alone.
     assert seen.names == {"__get__", "grad"}
