@@ -152,31 +152,22 @@ class StepProblem:
         if not self.plan_settings.tunes_by_latency:
             return base_LS
         try:
-            where = Arrangement.of_placement(self.balanced_by(self.budgets.base_2SC))
+            where = Arrangement.of_placement(self.balanced_by(self.budgets.base_2SX))
             return tune(self.budgets, where).budgets_LS
         except PlanError:
             return base_LS
 
     @cached_property
-    def expected_2SC(self) -> np.ndarray:
+    def expected_2SX(self) -> np.ndarray:
         """Ms of every sample at the expected budgets."""
         budgets, expected_LS = self.budgets, self.expected_LS
         at_base = expected_LS is budgets.allowed.base_LS
-        return budgets.base_2SC if at_base else self.costs.sample_ms(expected_LS)
+        return budgets.base_2SX if at_base else self.costs.sample_ms(expected_LS)
 
-    @cached_property
-    def expected_2SX(self) -> np.ndarray:
-        """Ms of every sample in the columns of :attr:`.StepCosts.by_layer` at the expected
-        budgets."""
-        costs = self.costs
-        if costs.by_layer is costs.by_chunk:
-            return self.expected_2SC
-        return costs.by_layer.ms_2SX(self.expected_LS)
-
-    def balanced_by(self, sample_2SC: np.ndarray) -> Placement:
+    def balanced_by(self, sample_2SX: np.ndarray) -> Placement:
         """Latency-balanced placement of samples that take so many ms."""
         return balanced(
-            sample_2SC.sum(axis=0).sum(axis=1),
+            sample_2SX.sum(axis=0).sum(axis=1),
             self.lengths_tokens,
             self.job,
             self.cap_tokens,
