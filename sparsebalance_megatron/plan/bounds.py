@@ -125,7 +125,7 @@ def segmented_bound_ms(problem: StepProblem, max_cp_size: int = 1) -> float:
     """
     costs, job = problem.costs, problem.job
     longest_S = np.argsort(-costs.lengths_tokens_S, kind="stable")
-    work_SX = costs.sample_ms(problem.budgets.allowed.floor_LS)[:, longest_S].sum(axis=0)
+    work_SX = costs.sample_ms(problem.allowed.floor_LS)[:, longest_S].sum(axis=0)
     work_SP, together_SP = costs.by_chunk(work_SX), work_SX[:, costs.own :]
     constant_P = costs.constant_2C.sum(axis=0)
     # The least of a token in any sample.

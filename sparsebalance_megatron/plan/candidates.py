@@ -94,8 +94,8 @@ class Candidate:
         """The candidate of an arrangement."""
         budgets_LS = problem.expected_LS
         if problem.plan_settings.tunes_by_latency:
-            budgets_LS = tune(problem.budgets, arrangement).budgets_LS
-        ms_R = problem.budgets.makespans_ms(budgets_LS, arrangement)
+            budgets_LS = tune(problem, arrangement).budgets_LS
+        ms_R = problem.makespans_ms(budgets_LS, arrangement)
         return cls(
             problem=problem,
             batching=batching,
@@ -396,7 +396,7 @@ def _in_segments(
     # Cut finely, a pipeline takes about what its micro-batches take one after another. So cp_sizes
     # are those of a step with all layers on one stage, and the best of every limit; of a start that
     # takes as long there, both, as they may differ in the pipeline.
-    one_stage, limit = problem.on_one_stage, problem.plan_settings.max_cp_size
+    one_stage, limit = problem.on_one_stage(), problem.plan_settings.max_cp_size
     starts = []
     while limit > 1:
         try:

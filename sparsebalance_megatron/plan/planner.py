@@ -43,7 +43,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     """
     problem = StepProblem.of(inputs)
     best = best_candidate(problem)
-    where, tuned = best.arrangement, tune(best.problem.budgets, best.arrangement)
+    where, tuned = best.arrangement, tune(best.problem, best.arrangement)
     problem = problem.with_positions(best.problem.job.micro_batches)
     if best.problem.job.data_parallel_size < problem.job.data_parallel_size:
         where = Arrangement.of_placement(where.samples, problem.job.context_parallel_size)
@@ -144,7 +144,7 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
     times_2RPVM.flags.writeable = False
     constant_ms = costs.job.places * costs.constant_2C.sum()
     tuned_work, base_work = (
-        constant_ms + sample_2SX.sum() for sample_2SX in (tuned_2SX, problem.budgets.base_2SX)
+        constant_ms + sample_2SX.sum() for sample_2SX in (tuned_2SX, problem.base_2SX)
     )
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(
@@ -172,7 +172,7 @@ def _lower_bound_ms(problem: StepProblem) -> float:
         # Every position costs something, and a bound of one position holds for any number.
         bounded = bounded.with_positions(1)
     costs = bounded.costs
-    floor_2SX = costs.sample_ms(bounded.budgets.allowed.floor_LS)
+    floor_2SX = costs.sample_ms(bounded.allowed.floor_LS)
     bound_ms = step_bounds(floor_2SX, costs, limit).bound_ms * float(costs.slowness_RP.min())
     # A step of lockstep groups runs in segments or with planned cp_sizes, not both.
     return min(bound_ms, segmented_bound_ms(problem)) if problem.plans_segments else bound_ms
@@ -180,8 +180,8 @@ def _lower_bound_ms(problem: StepProblem) -> float:
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:
     """Mean and minimum over the layers and samples whose curves are known."""
-    if not problem.budgets.coverage.observed_LU.any():
+    if not problem.coverage.observed_LU.any():
         return None, None
-    coverage_LS = problem.budgets.coverage_LS(budgets_LS)
+    coverage_LS = problem.coverage_LS(budgets_LS)
     known = coverage_LS[~np.isnan(coverage_LS)]
     return (float(known.mean()), float(known.min())) if len(known) else (None, None)

@@ -183,7 +183,7 @@ def test_the_bound_holds_for_every_placement_and_cut():
     """All placements of four samples, every micro-batch in 1 to 3 segments."""
     given_ = inputs([5000, 900, 300, 64], micro_batches=2, tuning="off", segment_tokens=64)
     problem = StepProblem.of(PlanInputs(**given_))
-    base_LS = problem.budgets.allowed.base_LS
+    base_LS = problem.allowed.base_LS
     places = Places(problem.costs, base_LS, 3)
     cut_of = {
         (sample, many): row_cuts(
@@ -217,7 +217,7 @@ def searched(most_tokens: int = MOST_TOKENS, **changes):
 def test_long_samples_of_one_rank_are_traded_away():
     """What is found takes what the search says and holds every sample once."""
     problem, where, ms = searched()
-    ms_R = problem.budgets.makespans_ms(problem.budgets.allowed.base_LS, where)
+    ms_R = problem.makespans_ms(problem.allowed.base_LS, where)
     assert ms == pytest.approx(ms_R.max(), rel=1e-12)
     held = sorted(sample for rank in where.samples for samples in rank for sample in samples)
     assert held == list(range(8)) and where.is_cut

@@ -120,9 +120,7 @@ def test_one_segment_takes_what_a_whole_micro_batch_takes(seed):
     ms_2EPM = ms_2UP.reshape(2, 2, 3, STAGES).swapaxes(2, 3)
     np.testing.assert_allclose(ms_2EPM, whole.by_micro_batch_2RPVM[:, :, :, 0], rtol=1e-9)
     # The schedule of segments with one segment each is 1F1B.
-    found_E, whole_E = (
-        problem.budgets.makespans_ms(budgets_LS, each) for each in (where, in_one_piece)
-    )
+    found_E, whole_E = (problem.makespans_ms(budgets_LS, each) for each in (where, in_one_piece))
     np.testing.assert_allclose(found_E, whole_E, rtol=1e-9)
     own_2RPVM = placed.own_ms_2RPVM(budgets_LS)
     np.testing.assert_allclose(own_2RPVM, costs.own_ms_2RPVM(sample_2SX, in_one_piece), rtol=1e-9)
@@ -155,7 +153,7 @@ def test_the_bound_holds_for_every_placement_and_cut_of_a_group():
         lengths, ranks=2, members=2, micro_batches=2, tuning="off", segment_tokens=64, free=True
     )
     problem = StepProblem.of(PlanInputs(**given_))
-    base_LS, blocks_S = problem.budgets.allowed.base_LS, problem.costs.blocks_S
+    base_LS, blocks_S = problem.allowed.base_LS, problem.costs.blocks_S
     least = np.inf
     for order in itertools.permutations(range(4)):
         rows = [((order[0],), (order[1],)), ((order[2],), (order[3],))]

@@ -158,9 +158,9 @@ def test_shared_micro_batches_in_one_segment_take_what_they_take_in_one_piece(se
         PlanInputs(**inputs(random_lengths(4 * ranks, seed), ranks=ranks, slow=slow))
     )
     where = drawn_step(problem, seed, 1)
-    budgets_LS = problem.budgets.allowed.base_LS
+    budgets_LS = problem.allowed.base_LS
     times_2RPVM = PlacedSegments(problem.costs, where).own_ms_2RPVM(budgets_LS)
-    ms_R = problem.budgets.makespans_ms(budgets_LS, where)
+    ms_R = problem.makespans_ms(budgets_LS, where)
     whole = problem.costs.micro_batch_ms(problem.costs.sample_ms(budgets_LS), where)
     np.testing.assert_allclose(times_2RPVM, whole.by_micro_batch_2RPVM, rtol=1e-9)
     np.testing.assert_allclose(ms_R, simulated_ms(whole), rtol=1e-9)
@@ -190,10 +190,9 @@ def test_the_bound_holds_for_steps_of_both():
         lengths = random_lengths(6, number, longest=2**13)
         given_ = inputs(lengths, positions=2, slow=number % 2 == 1, segment_tokens=64)
         problem = StepProblem.of(PlanInputs(**given_))
-        floor_LS = problem.budgets.allowed.floor_LS
+        floor_LS = problem.allowed.floor_LS
         least_ms = min(
-            problem.budgets.makespans_ms(floor_LS, drawn_step(problem, seed, 4)).max()
-            for seed in range(60)
+            problem.makespans_ms(floor_LS, drawn_step(problem, seed, 4)).max() for seed in range(60)
         )
         bound_ms = segmented_bound_ms(problem, 2)
         assert 0.2 * least_ms < bound_ms <= least_ms * (1 + 1e-9)

@@ -11,6 +11,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_budget
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.segments import PlacedSegments
@@ -80,6 +81,10 @@ class BudgetProblem:
     pinned_S: np.ndarray
 
     @property
+    def job(self) -> Job:
+        return self.costs.job
+
+    @property
     def size_S(self) -> np.ndarray:
         """Equal for samples that are alike in all but their place: of as many blocks, and free.
 
@@ -97,11 +102,14 @@ class BudgetProblem:
         """Ms of every sample at base budgets."""
         return self.costs.sample_ms(self.allowed.base_LS)
 
+    def sample_ms(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """Ms of every sample at these budgets."""
+        at_base = budgets_LS is self.allowed.base_LS
+        return self.base_2SX if at_base else self.costs.sample_ms(budgets_LS)
+
     def micro_batch_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
         """Times of the micro-batches of placed samples."""
-        at_base = budgets_LS is self.allowed.base_LS
-        sample_2SX = self.base_2SX if at_base else self.costs.sample_ms(budgets_LS)
-        return self.costs.micro_batch_ms(sample_2SX, where)
+        return self.costs.micro_batch_ms(self.sample_ms(budgets_LS), where)
 
     def makespans_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
         """[E] ms until the last operation of each lockstep group ends; a rank alone is one."""

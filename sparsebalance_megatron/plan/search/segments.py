@@ -93,7 +93,7 @@ class SegmentSearch:
         self._limits: dict[Row, tuple[float, int]] = {}
         self._cuts: dict[tuple[int, Row, int], tuple[Cut, ...]] = {}
         self._starts_of: dict[tuple[Row, int], tuple[Starts, ...]] = {}
-        step_ms = rounded_ms(problem.budgets.makespans_ms(problem.expected_LS, whole).max())
+        step_ms = rounded_ms(problem.makespans_ms(problem.expected_LS, whole).max())
         self._effort = SearchEffort(problem.search_ms(step_ms, SHARE_OF_STEP_FOR_SEGMENTS))
         self._waiting = problem.job.lockstep_ranks
         meeting = meeting_groups(cp_sizes_of_groups(whole.cp_sizes_RM, self._waiting))
