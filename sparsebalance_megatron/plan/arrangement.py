@@ -59,6 +59,11 @@ class Arrangement:
         return micro_batch_of_S
 
     @property
+    def cp_size_S(self) -> np.ndarray:
+        """Ranks of every sample's micro-batch."""
+        return self.cp_sizes_RM.reshape(-1)[self.micro_batch_of_S]
+
+    @property
     def by_rank(self) -> Placement:
         """The micro-batches that each rank takes part in."""
         flat = [micro_batch for rank in self.samples for micro_batch in rank]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparsebalance_megatron.plan.step_costs import TOKENS, StepCosts, dense_layers
+from sparsebalance_megatron.plan.step_costs import TOKENS, StepCosts
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 
@@ -39,7 +39,7 @@ class Bounds:
         return self.chain_ms_S > self.long_ms
 
 
-def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) -> Bounds:
+def step_bounds(sample_2SX: np.ndarray, costs: StepCosts, max_cp_size: int = 1) -> Bounds:
     """No placement of these samples into micro-batches of 1, 2, 4, ... ranks finishes a step
     sooner.
 
@@ -68,19 +68,22 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
     ranks share the sample.
 
     Args:
-        sample_2SC: ms of every sample on every chunk, on a rank by itself.
+        sample_2SX: ms of every sample on a rank by itself.
         max_cp_size: of a micro-batch.
     """
     job, constant_2C = costs.job, costs.constant_2C
-    stages, samples = job.pipeline_stages, sample_2SC.shape[1]
+    stages, samples = job.pipeline_stages, sample_2SX.shape[1]
     constant_P = constant_2C.reshape(2, stages, -1).sum(axis=(0, 2))
     chain_S, beside_S = np.full((2, samples), np.inf)
     work_SP, way_2SP = np.full((samples, stages), np.inf), np.full((2, samples, stages), np.inf)
     for cp_size in (1 << power for power in range(max_cp_size.bit_length())):
-        on_each_2SC = costs.by_chunk.at_cp_size(sample_2SC, np.full(samples, cp_size))
+        on_each_2SX = costs.at_cp_size(sample_2SX, np.full(samples, cp_size))
+        on_each_2SC = costs.by_chunk(on_each_2SX)
+        # Other ranks of the lockstep group compute a part of the sample's experts.
+        divided = max(0.0, 1.0 - cp_size / job.lockstep_ranks) * on_each_2SX[..., costs.own :]
         work_2SPV = cp_size * on_each_2SC.reshape(2, samples, stages, -1)
         work_SP = np.minimum(work_SP, work_2SPV.sum(axis=(0, 3)))
-        alone_2SC = on_each_2SC + constant_2C[:, None] - _divided_2SC(costs, cp_size)
+        alone_2SC = on_each_2SC + constant_2C[:, None] - divided
         chain_S = np.minimum(chain_S, alone_2SC.sum(axis=(0, 2)))
         beside_S = np.minimum(beside_S, alone_2SC[:, :, 0].min(axis=0))
         first_2SP = alone_2SC.reshape(2, samples, stages, -1)[..., 0]
@@ -96,12 +99,6 @@ def step_bounds(sample_2SC: np.ndarray, costs: StepCosts, max_cp_size: int = 1) 
         long_ms=float((long_SP + constants_SP).max()),
         chain_ms_S=chain_S + least.sum() - np.minimum(beside_S, least[-1]),
     )
-
-
-def _divided_2SC(costs: StepCosts, cp_size: int) -> np.ndarray:
-    """Ms of each sample's experts that other ranks of its lockstep group compute."""
-    others = max(0.0, 1.0 - cp_size / costs.job.lockstep_ranks)
-    return np.asarray(others * costs.share_W[cp_size] * costs.together_2SC)
 
 
 def segmented_bound_ms(problem: StepProblem, max_cp_size: int = 1) -> float:
@@ -128,24 +125,20 @@ def segmented_bound_ms(problem: StepProblem, max_cp_size: int = 1) -> float:
     """
     costs, job = problem.costs, problem.job
     longest_S = np.argsort(-costs.lengths_tokens_S, kind="stable")
-    work_SP = costs.sample_ms(problem.budgets.allowed.floor_LS)[:, longest_S].sum(axis=0)
+    work_SX = costs.sample_ms(problem.allowed.floor_LS)[:, longest_S].sum(axis=0)
+    work_SP, together_SP = costs.by_chunk(work_SX), work_SX[:, costs.own :]
     constant_P = costs.constant_2C.sum(axis=0)
     # The least of a token in any sample.
-    dense_SP = dense_layers(costs.dense_LS, costs.chunk_of_layer_L, costs.chunks)
-    by_chunk = costs.by_chunk
-    sparse_P, denser_P = (
-        each_2PF[..., TOKENS].sum(axis=0) for each_2PF in (by_chunk.sparse_2XF, by_chunk.denser_2XF)
+    sparse_X, denser_X = (
+        each_2XF[..., TOKENS].sum(axis=0) for each_2XF in (costs.sparse_2XF, costs.denser_2XF)
     )
-    token_P = sparse_P + (dense_SP * denser_P).min(axis=0)
+    token_P = costs.by_chunk(sparse_X + costs.dense_SX * denser_X).min(axis=0)
     share = costs.share_W[1 : max_cp_size + 1].min()
-    alone_SP = work_SP * share
-    if job.lockstep_ranks > 1:
-        divided = 1.0 - 1.0 / job.lockstep_ranks
-        together_SP = costs.together_2SC[:, longest_S].sum(axis=0)
-        alone_SP = (work_SP - divided * together_SP) * share
-        tokens_S1 = costs.lengths_tokens_S[longest_S][:, None]
-        # Where experts cost something whatever the tokens, this takes away too much: still a bound.
-        token_P = np.maximum(token_P - divided * (together_SP / tokens_S1).max(axis=0), 0.0)
+    divided_SP = (1.0 - 1.0 / job.lockstep_ranks) * together_SP
+    alone_SP = (work_SP - divided_SP) * share
+    tokens_S1 = costs.lengths_tokens_S[longest_S][:, None]
+    # Where experts cost something whatever the tokens, this takes away too much: still a bound.
+    token_P = np.maximum(token_P - (divided_SP / tokens_S1).max(axis=0), 0.0)
     tokens_S = np.minimum(
         costs.lengths_tokens_S[longest_S], problem.plan_settings.config.segment_tokens
     )

@@ -94,8 +94,8 @@ class Candidate:
         """The candidate of an arrangement."""
         budgets_LS = problem.expected_LS
         if problem.plan_settings.tunes_by_latency:
-            budgets_LS = tune(problem.budgets, arrangement).budgets_LS
-        ms_R = problem.budgets.makespans_ms(budgets_LS, arrangement)
+            budgets_LS = tune(problem, arrangement).budgets_LS
+        ms_R = problem.makespans_ms(budgets_LS, arrangement)
         return cls(
             problem=problem,
             batching=batching,
@@ -196,7 +196,7 @@ def _placed(problem: StepProblem, batching: Batching) -> Candidate:
         case "length":
             placement = balanced(problem.costs.lengths_tokens_S, lengths, job, cap_tokens)
         case _:
-            placement = problem.balanced_by(problem.expected_2SC)
+            placement = problem.balanced_by(problem.expected_2SX)
     return Candidate.of(problem, Arrangement.of_placement(placement), batching)
 
 
@@ -230,19 +230,19 @@ def _falling(problem: StepProblem, where: Arrangement) -> Arrangement:
     """Every rank's micro-batches in falling order of their times: so large ones of one member meet
     large ones of the others. Without a pipeline no order of a lockstep group is shorter where
     backward times rank as forward times do."""
-    times = problem.costs.micro_batch_ms(problem.expected_2SC, where)
-    order_RM = np.argsort(-times.by_micro_batch_2RPVM.sum(axis=(0, 2, 3)), axis=1, kind="stable")
+    ms_J = np.bincount(where.micro_batch_of_S, problem.expected_2SX.sum(axis=(0, 2)))
+    order_RM = np.argsort(-ms_J.reshape(where.cp_sizes_RM.shape), axis=1, kind="stable")
     return Arrangement.of_placement(
         tuple(
             tuple(of_rank[position] for position in order_M)
-            for of_rank, order_M in zip(where.samples, order_RM.tolist(), strict=True)
+            for of_rank, order_M in zip(where.samples, order_RM, strict=True)
         )
     )
 
 
 def _bound_ms(problem: StepProblem, max_cp_size: int) -> float:
     """Lower bound of a step in one piece at the expected budgets."""
-    bounds = step_bounds(problem.expected_2SC, problem.costs, max_cp_size)
+    bounds = step_bounds(problem.expected_2SX, problem.costs, max_cp_size)
     return bounds.bound_ms * float(problem.costs.slowness_RP.min())
 
 
@@ -269,7 +269,7 @@ def _rows(problem: StepProblem, *, falls_to_ends: bool = False) -> list[Candidat
     job, costs = problem.job, problem.costs
     members, groups = job.lockstep_ranks, job.data_parallel_size // job.lockstep_ranks
     of_groups = replace(job, data_parallel_size=groups, lockstep_ranks=1)
-    weights_S = (problem.expected_2SC - costs.together_2SC).sum(axis=(0, 2))
+    weights_S = problem.expected_2SX[..., : costs.own].sum(axis=(0, 2))
     order_M, floors_X = np.arange(job.micro_batches), None
     if falls_to_ends:
         middle_M = (2 * order_M + 1) / job.micro_batches - 1.0
@@ -350,7 +350,7 @@ def _shared_start(problem: StepProblem, max_cp_size: int) -> Candidate:
     Raises:
         PlanError: no placement of the samples exists.
     """
-    weights_S = problem.expected_2SC.sum(axis=(0, 2))
+    weights_S = problem.expected_2SX.sum(axis=(0, 2))
     slowness = {factor for _, factor in problem.costs.exchange.cp_size_slowness}
     halvings = max(1, max_cp_size.bit_length() - 1) if len(slowness) > 1 else 1
     widest = (max_cp_size >> halving for halving in range(halvings))
@@ -386,7 +386,7 @@ def _in_segments(
         starts += [each.arrangement for each in _rows(problem)]
     elif starts:
         with contextlib.suppress(PlanError):
-            starts = [Arrangement.of_placement(problem.balanced_by(problem.expected_2SC))]
+            starts = [Arrangement.of_placement(problem.balanced_by(problem.expected_2SX))]
     found = _cut(problem, starts, most_tokens)
     if not problem.plans_cp_sizes or lockstep:
         return found
@@ -396,7 +396,7 @@ def _in_segments(
     # Cut finely, a pipeline takes about what its micro-batches take one after another. So cp_sizes
     # are those of a step with all layers on one stage, and the best of every limit; of a start that
     # takes as long there, both, as they may differ in the pipeline.
-    one_stage, limit = problem.on_one_stage, problem.plan_settings.max_cp_size
+    one_stage, limit = problem.on_one_stage(), problem.plan_settings.max_cp_size
     starts = []
     while limit > 1:
         try:
@@ -426,7 +426,7 @@ def _cut(problem: StepProblem, starts: Iterable[Arrangement], most_tokens: int) 
 def _imbalance_of_ranks(cut: Candidate) -> float:
     """The largest over the mean of the ranks' work, where they share nothing."""
     rank_S = cut.arrangement.micro_batch_of_S // cut.problem.job.micro_batches
-    return imbalance(np.bincount(rank_S, cut.problem.expected_2SC.sum(axis=(0, 2))))
+    return imbalance(np.bincount(rank_S, cut.problem.expected_2SX.sum(axis=(0, 2))))
 
 
 def _most_tokens(problem: StepProblem, where: Arrangement) -> int:

@@ -9,6 +9,8 @@ Shape legend: I items, X ranks, E groups of ranks that meet.
 
 import numpy as np
 
+from sparsebalance_megatron.errors import PlanError
+
 
 def is_power_of_two(number: int) -> bool:
     return number > 0 and number & (number - 1) == 0
@@ -26,6 +28,26 @@ def first_places(cp_sizes_RM: np.ndarray) -> np.ndarray:
 def unshared(ranks: int, positions: int) -> np.ndarray:
     """[R, M] context-parallel sizes where every rank runs its micro-batches alone."""
     return np.ones((ranks, positions), dtype=np.int64)
+
+
+def cp_sizes_of_groups(cp_sizes_RM: np.ndarray, lockstep_ranks: int) -> np.ndarray:
+    """[E, M] lockstep groups of the micro-batch that each group takes part in.
+
+    A micro-batch that no more ranks share than a group has lies in one group. One that more share
+    is shared by whole groups.
+
+    Raises:
+        PlanError: ranks do not divide into groups, or a micro-batch is shared by ranks of several
+            groups and not by all of theirs.
+    """
+    size, ranks = lockstep_ranks, len(cp_sizes_RM)
+    larger, smaller = np.maximum(cp_sizes_RM, size), np.minimum(cp_sizes_RM, size)
+    if ranks % size or (larger % smaller).any():
+        raise PlanError(
+            f"lockstep groups of {size} ranks: must divide the {ranks} ranks, and every cp_size "
+            f"(at most {cp_sizes_RM.max()}) must divide {size} or be a multiple of it"
+        )
+    return larger[::size] // size
 
 
 def meeting_groups(cp_sizes_RM: np.ndarray) -> list[range]:

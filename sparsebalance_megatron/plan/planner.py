@@ -13,9 +13,8 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms, step_bounds
 from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, leading_LS, tune
 from sparsebalance_megatron.plan.candidates import best_candidate
-from sparsebalance_megatron.plan.lockstep_times import group_times, own_times
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.segments import segmented_times
+from sparsebalance_megatron.plan.segments import PlacedSegments
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan, StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -44,7 +43,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     """
     problem = StepProblem.of(inputs)
     best = best_candidate(problem)
-    where, tuned = best.arrangement, tune(best.problem.budgets, best.arrangement)
+    where, tuned = best.arrangement, tune(best.problem, best.arrangement)
     problem = problem.with_positions(best.problem.job.micro_batches)
     if best.problem.job.data_parallel_size < problem.job.data_parallel_size:
         where = Arrangement.of_placement(where.samples, problem.job.context_parallel_size)
@@ -130,30 +129,28 @@ def _micro_batches(
 def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudgets) -> Expectation:
     """Times, balance and coverage of placed samples with these budgets."""
     costs = replace(problem.costs, dense_LS=tuned.dense_LS)
-    tuned_2SC = costs.sample_ms(tuned.budgets_LS)
+    tuned_2SX = costs.sample_ms(tuned.budgets_LS)
     if arrangement.segment_starts_blocks:
-        times_2RPVM, makespans_R, ms_2UP = segmented_times(costs, arrangement, tuned.budgets_LS)
-        end_R = np.cumsum([sum(map(len, of_rank)) for of_rank in arrangement.segment_starts_blocks])
-        segment_ms = tuple(np.split(ms_2UP.swapaxes(1, 2), end_R[:-1], axis=2))
+        placed = PlacedSegments(costs, arrangement)
+        ms_2UP, times_2RPVM = placed.ms(tuned.budgets_LS), placed.own_ms_2RPVM(tuned.budgets_LS)
+        makespans_E = makespans_ms(placed.times(ms_2UP))
+        end_E = np.cumsum(list(map(sum, placed.segments_EM)))
+        of_groups = np.split(ms_2UP.swapaxes(1, 2), end_E[:-1], axis=2)
+        segment_ms = tuple(ms for ms in of_groups for _ in range(costs.job.lockstep_ranks))
     else:
         segment_ms = ()
-        times = costs.micro_batch_ms(tuned_2SC, arrangement)
-        times_2RPVM = times.by_micro_batch_2RPVM
-        if costs.job.lockstep_ranks > 1:
-            times = group_times(costs, tuned.budgets_LS, arrangement)
-        makespans_R = makespans_ms(times)
-    if costs.job.lockstep_ranks > 1:
-        times_2RPVM = own_times(costs, times_2RPVM, arrangement)
+        times_2RPVM = costs.own_ms_2RPVM(tuned_2SX, arrangement)
+        makespans_E = makespans_ms(costs.micro_batch_ms(tuned_2SX, arrangement))
     times_2RPVM.flags.writeable = False
     constant_ms = costs.job.places * costs.constant_2C.sum()
     tuned_work, base_work = (
-        constant_ms + sample_2SC.sum() for sample_2SC in (tuned_2SC, problem.budgets.base_2SC)
+        constant_ms + sample_2SX.sum() for sample_2SX in (tuned_2SX, problem.base_2SX)
     )
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(
-        makespan_ms=float(makespans_R.max()),
+        makespan_ms=float(makespans_E.max()),
         lower_bound_ms=_lower_bound_ms(problem),
-        rank_makespan_ms=tuple(makespans_R.tolist()),
+        rank_makespan_ms=tuple(np.repeat(makespans_E, costs.job.lockstep_ranks).tolist()),
         times_2RPVM=times_2RPVM,
         coverage_mean=coverage_mean,
         coverage_min=coverage_min,
@@ -175,16 +172,16 @@ def _lower_bound_ms(problem: StepProblem) -> float:
         # Every position costs something, and a bound of one position holds for any number.
         bounded = bounded.with_positions(1)
     costs = bounded.costs
-    floor_2SC = costs.sample_ms(bounded.budgets.allowed.floor_LS)
-    bound_ms = step_bounds(floor_2SC, costs, limit).bound_ms * float(costs.slowness_RP.min())
+    floor_2SX = costs.sample_ms(bounded.allowed.floor_LS)
+    bound_ms = step_bounds(floor_2SX, costs, limit).bound_ms * float(costs.slowness_RP.min())
     # A step of lockstep groups runs in segments or with planned cp_sizes, not both.
     return min(bound_ms, segmented_bound_ms(problem)) if problem.plans_segments else bound_ms
 
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:
     """Mean and minimum over the layers and samples whose curves are known."""
-    if not problem.budgets.coverage.observed_LU.any():
+    if not problem.coverage.observed_LU.any():
         return None, None
-    coverage_LS = problem.budgets.coverage_LS(budgets_LS)
+    coverage_LS = problem.coverage_LS(budgets_LS)
     known = coverage_LS[~np.isnan(coverage_LS)]
     return (float(known.mean()), float(known.min())) if len(known) else (None, None)

@@ -6,10 +6,10 @@ of two prefixes: tokens, attended pairs and visible pairs of blocks a..b are tho
 those of a blocks. Micro-batches are cut many at a time: each alone would take longer in Python than
 in numpy.
 
-A row is the micro-batches of neighbouring ranks at one position. The ranks of a lockstep group
-begin every layer of a segment together. So the segment takes the sum over layers of its slowest
-member, and the group is one pipeline. Ranks that share micro-batches and do not wait in layers are
-pipelines that begin shared operations together.
+A row is the micro-batches of a lockstep group's ranks at one position; of a rank that waits for no
+other, one micro-batch. The ranks of a group begin every layer of a segment together. So the segment
+takes the sum over layers of its slowest member, and the group is one pipeline. Groups that share
+micro-batches are pipelines that begin shared operations together.
 
 Shape legend: Q levels of budgets, R data-parallel ranks, C = P chunks, W members of a row, U
 segments of a member or of all, I samples of all micro-batches, E pieces (parts of samples), Y
@@ -22,19 +22,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
-from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.lockstep_times import slowness_of_members_EWX
+from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups, first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import (
     SEQUENCES,
     TOKENS,
     VISIBLE,
-    Columns,
     StepCosts,
-    dense_layers,
-    of_lockstep_groups,
+    apart,
+    joined,
 )
 
 _PLACES_PER_SEGMENT = 4
@@ -52,120 +49,60 @@ Starts = tuple[int, ...]
 
 
 class Cut(NamedTuple):
-    """What the segments of a micro-batch, or of a lockstep group's row, take on every stage, and
-    their tokens on a rank."""
+    """What the segments of a row take on every stage, and the most tokens of a rank."""
 
     ms_2UP: np.ndarray
     tokens_U: np.ndarray
 
 
-def rows_of(placement: Placement, members: int) -> list[list[Row]]:
-    """The rows of every group in order."""
-    return [list(zip(*ranks, strict=True)) for ranks in batched(placement, members)]
+class PlacedSegments:
+    """The segments of a step's micro-batches: of all lockstep groups, one after another.
 
-
-def segmented_times(
-    costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[2, R, P, 1, M] ms of every micro-batch, all its segments together, [R] makespans, and
-    [2, U, P] ms of the segments of all ranks, one after another, on all ranks that share them.
-
-    In lockstep groups, makespans and ms of segments are the group's, those of micro-batches each
-    rank's by itself.
+    Attributes:
+        segments_EM: of each group's micro-batches.
+        cp_sizes_EM: groups that share them.
     """
-    cp_sizes_RM = where.cp_sizes_RM
-    segments_RM = [list(map(len, of_rank)) for of_rank in where.segment_starts_blocks]
-    own_2UP = _own_segment_ms(costs, where, budgets_LS)
-    first_J = [0, *accumulate(chain.from_iterable(segments_RM))][:-1]
-    ms_2JP = np.add.reduceat(own_2UP, first_J, axis=1)
-    times_2RPM = ms_2JP.reshape(2, *cp_sizes_RM.shape, -1).swapaxes(2, 3)
-    lockstep = costs.job.lockstep_ranks > 1
-    ms_2UP = _lockstep_2UP(costs, where, budgets_LS) if lockstep else own_2UP
-    times = OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM)
-    return times_2RPM[:, :, :, None], makespans_ms(times), ms_2UP
 
-
-def segment_ms_Q2UP(costs: StepCosts, where: Arrangement, budgets_QLS: np.ndarray) -> np.ndarray:
-    """Ms of the segments of all ranks at several budgets, as those of :func:`segmented_times`."""
-    if costs.job.lockstep_ranks > 1:
-        return np.stack([_lockstep_2UP(costs, where, budgets_LS) for budgets_LS in budgets_QLS])
-    return _own_segment_ms(costs, where, budgets_QLS)
-
-
-def _own_segment_ms(costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray) -> np.ndarray:
-    """Ms [..., 2, U, P] of the segments of all ranks, each by itself, at budgets [..., L, S]."""
-    cp_size_J, first_J = where.cp_sizes_RM.reshape(-1), first_places(where.cp_sizes_RM)
-    held_M, number_J = np.unique(first_J, return_inverse=True)
-    micro_batches, starts = (
-        list(chain.from_iterable(of)) for of in (where.samples, where.segment_starts_blocks)
-    )
-    ms, _ = _segments(
-        costs,
-        budgets_LS,
-        [micro_batches[place] for place in held_M.tolist()],
-        [starts[place] for place in held_M.tolist()],
-        held_M // where.cp_sizes_RM.shape[1],
-        cp_size_J[held_M],
-    )
-    if len(held_M) == len(first_J):
-        return ms
-    segments_J = np.array(list(map(len, starts)))
-    first_segment_M = np.cumsum(segments_J[held_M]) - segments_J[held_M]
-    before_J = np.cumsum(segments_J) - segments_J
-    shared_U = np.repeat(first_segment_M[number_J] - before_J, segments_J)
-    return ms[..., shared_U + np.arange(len(shared_U)), :]
-
-
-def micro_batch_cuts(
-    costs: StepCosts,
-    budgets_LS: np.ndarray,
-    micro_batches: Sequence[MicroBatch],
-    starts: Sequence[Starts],
-    first_ranks: Sequence[int],
-    cp_sizes: Sequence[int],
-) -> list[Cut]:
-    """Micro-batches in segments, on the devices of their ranks."""
-    ms_2UP, tokens_U = _segments(
-        *(costs, budgets_LS, micro_batches, starts), np.array(first_ranks), np.array(cp_sizes)
-    )
-    parts = starmap(slice, pairwise(accumulate(map(len, starts), initial=0)))
-    return [Cut(ms_2UP[:, part], tokens_U[part]) for part in parts]
-
-
-def _segments(
-    costs: StepCosts,
-    budgets_LS: np.ndarray,
-    micro_batches: Sequence[MicroBatch],
-    starts: Sequence[Starts],
-    first_rank_M: np.ndarray,
-    cp_size_M: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ms [..., 2, U, P] of the segments of micro-batches on the devices of their ranks, at budgets
-    [..., L, S], and their tokens [U] on a rank.
-
-    Of a micro-batch that ranks share, each does a part of every segment's work, and receives the
-    others' part of the keys and values so far.
-    """
-    ms, tokens_U = _pieces(costs, costs.by_chunk, budgets_LS, micro_batches, starts, cp_size_M)
-    ms += _whatever_it_holds_2C(costs)[:, None]
-    segments_M = np.array(list(map(len, starts)))
-    cp_size_U = np.repeat(cp_size_M, segments_M)
-    if cp_size_M.max() > 1:
-        dense_MX = np.array(
-            [costs.by_chunk.dense_tokens_SX[list(of)].sum(0) for of in micro_batches]
+    def __init__(self, costs: StepCosts, where: Arrangement) -> None:
+        self._costs, ranks = costs, costs.job.lockstep_ranks
+        self.segments_EM = [list(map(len, of)) for of in where.segment_starts_blocks[::ranks]]
+        self.cp_sizes_EM = cp_sizes_of_groups(where.cp_sizes_RM, ranks)
+        rows, starts = (
+            [row for of_group in batched(of, ranks) for row in zip(*of_group, strict=True)]
+            for of in (where.samples, where.segment_starts_blocks)
         )
-        more_2M = costs.heads_more_2W[:, cp_size_M] * (segments_M == 1)
-        ms += np.repeat(dense_MX * more_2M[..., None], segments_M, axis=1)
-        until_U = np.cumsum(tokens_U)
-        first_M = np.cumsum(segments_M) - segments_M
-        so_far_U = until_U - np.repeat((until_U - tokens_U)[first_M], segments_M)
-        received_U1 = (so_far_U * costs.received_W[cp_size_U])[:, None]
-        ms += received_U1 * costs.by_chunk.exchange_2X[:, None]
-    if (costs.slowness_RP != 1.0).any():
-        ranks = zip(first_rank_M.tolist(), cp_size_M.tolist(), strict=True)
-        slowest_MP = [costs.slowness_RP[rank : rank + size].max(axis=0) for rank, size in ranks]
-        ms *= np.repeat(slowest_MP, segments_M, axis=0)
-    return ms, -(-tokens_U // cp_size_U)
+        held_M, number_J = np.unique(first_places(self.cp_sizes_EM), return_inverse=True)
+        self._held = (
+            [rows[place] for place in held_M.tolist()],
+            [starts[place] for place in held_M.tolist()],
+            held_M // self.cp_sizes_EM.shape[1] * ranks,
+            self.cp_sizes_EM.reshape(-1)[held_M],
+        )
+        segments_J = np.concatenate(self.segments_EM)
+        before_J = np.cumsum(segments_J) - segments_J
+        first_M = np.cumsum(segments_J[held_M]) - segments_J[held_M]
+        shared_U = np.repeat(first_M[number_J] - before_J, segments_J)
+        self._held_U = shared_U + np.arange(len(shared_U))
+
+    def ms(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """Ms [..., 2, U, P] of groups at budgets [..., L, S]."""
+        ms_UWX, slowness_UWX, _ = _row_ms(self._costs, budgets_LS, *self._held)
+        return joined(ms_UWX, self._costs.chunk_of_X, slowness_UWX)[..., self._held_U, :]
+
+    def own_ms_2RPVM(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """[2, R, P, 1, M] ms of every rank's micro-batches, all segments together, without waiting
+        in layers."""
+        ms_2UWX, slowness_UWX, _ = _row_ms(self._costs, budgets_LS, *self._held)
+        own_2UWP = apart(ms_2UWX, self._costs.chunk_of_X, slowness_UWX)[:, self._held_U]
+        first_J = [0, *accumulate(chain.from_iterable(self.segments_EM))][:-1]
+        own_2JWP = np.add.reduceat(own_2UWP, first_J, axis=1)
+        own_2EMWP = own_2JWP.reshape(2, *self.cp_sizes_EM.shape, *own_2JWP.shape[2:])
+        own_2EWPM = np.moveaxis(own_2EMWP, 2, -1)
+        return own_2EWPM.reshape(2, -1, own_2EWPM.shape[3], 1, own_2EWPM.shape[4])
+
+    def times(self, ms_2UP: np.ndarray) -> OperationTimes:
+        """Times of operations, from those of groups' segments."""
+        return OperationTimes.of_segments(self.segments_EM, ms_2UP, self.cp_sizes_EM)
 
 
 def row_cuts(
@@ -173,45 +110,64 @@ def row_cuts(
     budgets_LS: np.ndarray,
     rows: Sequence[Row],
     starts: Sequence[tuple[Starts, ...]],
-    groups: Sequence[int],
+    first_ranks: Sequence[int],
+    cp_sizes: Sequence[int],
 ) -> list[Cut]:
-    """Rows of lockstep groups in segments: what the group takes for each on its devices, and the
-    most tokens of a member.
+    """Rows in segments, on the devices of their ranks.
 
     Args:
         starts: of the segments of every member of every row.
-        groups: whose devices run each row.
+        first_ranks: on which each row begins.
+        cp_sizes: ranks that share a row of one micro-batch.
     """
-    members, columns = costs.job.lockstep_ranks, costs.by_layer
-    ms_2UX, tokens_U = _pieces(
-        costs,
-        columns,
-        budgets_LS,
-        list(chain.from_iterable(rows)),
-        list(chain.from_iterable(starts)),
+    ms_2UWX, slowness_UWX, tokens_UW = _row_ms(
+        *(costs, budgets_LS, rows, starts), np.array(first_ranks), np.array(cp_sizes)
     )
-    slowness_EWX = slowness_of_members_EWX(costs)
-    slowest_EC = slowness_EWX[..., columns.own :].max(axis=1)
-    cuts = []
-    ends = accumulate((members * len(of_row[0]) for of_row in starts), initial=0)
-    for group, part in zip(groups, pairwise(ends), strict=True):
-        ms_2WUX = ms_2UX[:, slice(*part)].reshape(2, members, -1, len(columns.chunk_of_X))
-        ms_2UP = of_lockstep_groups(ms_2WUX, slowness_EWX[group], columns.chunk_of_X)
-        ms_2UP += (_whatever_it_holds_2C(costs) * slowest_EC[group])[:, None]
-        cuts.append(Cut(ms_2UP, tokens_U[slice(*part)].reshape(members, -1).max(axis=0)))
-    return cuts
+    ms_2UP, tokens_U = joined(ms_2UWX, costs.chunk_of_X, slowness_UWX), tokens_UW.max(axis=1)
+    ends = accumulate((len(of_row[0]) for of_row in starts), initial=0)
+    return [Cut(ms_2UP[:, part], tokens_U[part]) for part in starmap(slice, pairwise(ends))]
 
 
-def _lockstep_2UP(costs: StepCosts, where: Arrangement, budgets_LS: np.ndarray) -> np.ndarray:
-    """[2, U, P] ms of the segments of all ranks, one after another: on each those of its group."""
-    members, positions = costs.job.lockstep_ranks, len(where.samples[0])
-    rows, starts = (
-        list(chain.from_iterable(rows_of(of, members)))
-        for of in (where.samples, where.segment_starts_blocks)
+def _row_ms(
+    costs: StepCosts,
+    budgets_LS: np.ndarray,
+    rows: Sequence[Row],
+    starts: Sequence[tuple[Starts, ...]],
+    first_rank_X: np.ndarray,
+    cp_size_X: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ms [..., 2, U, W, X] of the segments of rows on every member, of an average device, at
+    budgets [..., L, S], how slow the devices are, and the tokens [U, W] of each rank.
+
+    Of a micro-batch that ranks share, each does a part of every segment's work, and receives the
+    others' part of the keys and values so far.
+    """
+    members = costs.job.lockstep_ranks
+    micro_batches, starts_M = list(chain.from_iterable(rows)), list(chain.from_iterable(starts))
+    cp_size_M = np.repeat(cp_size_X, members)
+    ms, tokens_U = _pieces(costs, budgets_LS, micro_batches, starts_M, cp_size_M)
+    ms += costs.segment_constant_2X[:, None]
+    segments_M = np.array(list(map(len, starts_M)))
+    first_M = np.cumsum(segments_M) - segments_M
+    cp_size_U = np.repeat(cp_size_M, segments_M)
+    if cp_size_X.max() > 1:
+        dense_MX = np.array([costs.dense_tokens_SX[list(of)].sum(0) for of in micro_batches])
+        more_2M = costs.heads_more_2W[:, cp_size_M] * (segments_M == 1)
+        ms += np.repeat(dense_MX * more_2M[..., None], segments_M, axis=1)
+        until_U = np.cumsum(tokens_U)
+        so_far_U = until_U - np.repeat((until_U - tokens_U)[first_M], segments_M)
+        received_U1 = (so_far_U * costs.received_W[cp_size_U])[:, None]
+        ms += received_U1 * costs.exchange_2X[:, None]
+    # From member by member to segment by segment.
+    segments_X = segments_M[::members]
+    of_row_U = np.arange(segments_X.sum()) - np.repeat(
+        np.cumsum(segments_X) - segments_X, segments_X
     )
-    groups = [number // positions for number in range(len(rows))]
-    of_groups = batched(row_cuts(costs, budgets_LS, rows, starts, groups), positions)
-    return np.concatenate([joined_2UP(cuts) for cuts in of_groups for _ in range(members)], axis=1)
+    member_W = np.arange(members)
+    order_UW = np.repeat(first_M.reshape(-1, members), segments_X, axis=0) + of_row_U[:, None]
+    rank_UW = np.repeat(first_rank_X, segments_X)[:, None] + member_W
+    slowness_UWX = costs.slowness(cp_size_U[order_UW], rank_UW, costs.chunk_of_X)
+    return ms[..., order_UW, :], slowness_UWX, -(-tokens_U // cp_size_U)[order_UW]
 
 
 def joined_2UP(cuts: Iterable[Cut]) -> np.ndarray:
@@ -219,27 +175,16 @@ def joined_2UP(cuts: Iterable[Cut]) -> np.ndarray:
     return np.concatenate([cut.ms_2UP for cut in cuts], axis=1)
 
 
-def _whatever_it_holds_2C(costs: StepCosts) -> np.ndarray:
-    """[2, C] ms that a segment takes whatever it holds."""
-    return costs.constant_2C + np.array(costs.segments.operation_ms)[:, None]
-
-
 def _pieces(
     costs: StepCosts,
-    columns: Columns,
     budgets_LS: np.ndarray,
     micro_batches: Sequence[MicroBatch],
     starts: Sequence[Starts],
-    cp_size_M: np.ndarray | None = None,
+    cp_size_M: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ms [..., 2, U, X] of what segments hold, on an average device, at budgets [..., L, S], and
     their tokens [U].
-
-    Args:
-        cp_size_M: ranks that share each micro-batch; None where none do.
     """
-    if cp_size_M is None:
-        cp_size_M = np.ones(len(micro_batches), dtype=np.int64)
     sample_I = np.fromiter(chain.from_iterable(micro_batches), dtype=np.int64)
     blocks_I = costs.blocks_S[sample_I]
     # All micro-batches end to end, in blocks.
@@ -251,24 +196,18 @@ def _pieces(
     start_E = np.union1d(start_I, start_U)
     place_E = np.searchsorted(start_I, start_E, side="right") - 1
     bounds_2E = np.stack([start_E, np.append(start_E[1:], start_I[-1] + blocks_I[-1])])
-    tokens_2E, ms = _prefix(
-        *(costs, columns, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E])
-    )
+    tokens_2E, ms = _prefix(costs, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E])
     piece_U = np.searchsorted(start_E, start_U)
     work = np.add.reduceat(ms[..., 1, :, :] - ms[..., 0, :, :], piece_U, axis=-2)
     slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0) * costs.share_W[cp_size_M]
     work *= np.repeat(slowness_M, segments_M)[:, None]
     pieces_U1 = np.diff(piece_U, append=len(start_E))[:, None]
-    work += pieces_U1 * columns.sparse_2XF[:, None, :, SEQUENCES]
+    work += pieces_U1 * costs.sparse_2XF[:, None, :, SEQUENCES]
     return work, np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
 
 
 def _prefix(
-    costs: StepCosts,
-    columns: Columns,
-    budgets_LS: np.ndarray,
-    sample_E: np.ndarray,
-    blocks_YE: np.ndarray,
+    costs: StepCosts, budgets_LS: np.ndarray, sample_E: np.ndarray, blocks_YE: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [Y, E] of the first blocks of samples and, at budgets [..., L, S], their ms
     [..., 2, Y, E, X], in one piece.
@@ -277,11 +216,11 @@ def _prefix(
     """
     tokens_YE = np.minimum(blocks_YE * costs.block_size, costs.lengths_tokens_S[sample_E])
     length_YE = tokens_YE / costs.block_size
-    in_column_XL = columns.column_of_L == np.arange(columns.pair_2X.shape[1])[:, None]
+    in_column_XL = costs.column_of_L == np.arange(len(costs.chunk_of_X))[:, None]
     levels, columns_X = budgets_LS.shape[:-2], len(in_column_XL)
     budgets_QLS = budgets_LS.reshape(-1, *budgets_LS.shape[-2:])
     pairs_QXYE = np.empty((len(budgets_QLS), columns_X, *length_YE.shape))
-    at_once = max(1, _PAIRS_AT_ONCE * columns_X // (len(columns.column_of_L) * length_YE.size))
+    at_once = max(1, _PAIRS_AT_ONCE * columns_X // (costs.job.layers * length_YE.size))
     for first in range(0, len(budgets_QLS), at_once):
         some = slice(first, first + at_once)
         for column, layers_L in enumerate(in_column_XL):
@@ -291,11 +230,11 @@ def _prefix(
             pairs_QXYE[some, column] = np.where(dense_L1E, 0.0, pairs_QLYE).sum(axis=1)
     pairs_XYE = pairs_QXYE.reshape(*levels, columns_X, *length_YE.shape)
     visible_YE = costs.work.visible_pairs(length_YE)
-    dense_EX = dense_layers(costs.dense_LS, columns.column_of_L, len(in_column_XL))[sample_E]
+    dense_EX = costs.dense_SX[sample_E]
 
     def ms_2EX(feature: int, sparse: float = 1.0) -> np.ndarray:
         sparse_21X, denser_21X = (
-            x[:, None, :, feature] for x in (columns.sparse_2XF, columns.denser_2XF)
+            x[:, None, :, feature] for x in (costs.sparse_2XF, costs.denser_2XF)
         )
         return np.asarray(sparse * sparse_21X + dense_EX * denser_21X)
 
@@ -304,7 +243,7 @@ def _prefix(
         + visible_YE[..., None] * ms_2EX(VISIBLE)[:, None]
         # What a piece costs whatever its length is added for each.
         + (tokens_YE > 0)[..., None] * ms_2EX(SEQUENCES, sparse=0.0)[:, None]
-        + np.moveaxis(pairs_XYE, -3, -1)[..., None, :, :, :] * columns.pair_2X[:, None, None]
+        + np.moveaxis(pairs_XYE, -3, -1)[..., None, :, :, :] * costs.pair_2X[:, None, None]
     )
 
 
@@ -322,12 +261,10 @@ class Places:
         places = max(_LEAST_PLACES, _PLACES_PER_SEGMENT * max_segments)
         blocks_XS = np.rint(costs.blocks_S * (np.arange(places + 1) / places)[:, None])
         blocks_XS = blocks_XS.astype(np.int64)
-        samples_S, columns = np.arange(len(costs.blocks_S)), costs.by_chunk
-        _, ms_2XSP = _prefix(costs, columns, budgets_LS, samples_S, blocks_XS)
+        _, ms_2XSP = _prefix(costs, budgets_LS, np.arange(len(costs.blocks_S)), blocks_XS)
         self._costs = costs
         # What a dense sample saves whatever its length, it saves wherever it is cut.
-        saved_P = columns.denser_2XF[..., SEQUENCES].clip(None, 0.0).sum(axis=0)
-        saved_S = dense_layers(costs.dense_LS, columns.column_of_L, len(saved_P)) @ saved_P
+        saved_S = costs.dense_SX @ costs.denser_2XF[..., SEQUENCES].clip(None, 0.0).sum(axis=0)
         work_XS = ms_2XSP.sum(axis=(0, 3)) - (blocks_XS > 0) * saved_S
         self._work_SX, self._blocks_SX = work_XS.T, blocks_XS.T
         self.work_S = self._work_SX[:, -1]

@@ -21,7 +21,7 @@ from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import Members, first_places
+from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups, first_places
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 
@@ -30,95 +30,15 @@ _MICRO_BATCHES, SEQUENCES, TOKENS, PAIRS, VISIBLE = range(len(FEATURES))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Costs of samples in columns: parts of the model whose times are told apart.
-
-    Attributes:
-        column_of_L: the column of each layer.
-        chunk_of_X: the chunk of the pipeline that each column belongs to.
-        own: columns whose work every rank does for its own samples. A lockstep group divides that
-            of the others.
-        constant_2X: ms of a micro-batch whatever it holds.
-        sparse_2XF: ms by feature, for a sample that no layer attends to densely.
-        denser_2XF: how much more that is for each layer of the column that does.
-        pair_2X: ms of a block pair in one layer.
-        sequence_2X: ms of every sample on every rank that shares it.
-        exchange_2X: ms of receiving the keys and values of a token.
-    """
-
-    costs: "StepCosts"
-    column_of_L: np.ndarray
-    chunk_of_X: np.ndarray
-    own: int
-    constant_2X: np.ndarray
-    sparse_2XF: np.ndarray
-    denser_2XF: np.ndarray
-    pair_2X: np.ndarray
-    sequence_2X: np.ndarray
-    exchange_2X: np.ndarray
-
-    @cached_property
-    def fixed_2SX(self) -> np.ndarray:
-        """Ms of a sample at budgets of 0 blocks, dense attention included."""
-        return self._ms_2SX(self.sparse_2XF) + self._dense_SX * self._ms_2SX(self.denser_2XF)
-
-    @cached_property
-    def exchange_2SX(self) -> np.ndarray:
-        """Ms of receiving all of a sample's keys and values."""
-        return self.exchange_2X[:, None] * self.costs.lengths_tokens_S[:, None]
-
-    @cached_property
-    def dense_tokens_SX(self) -> np.ndarray:
-        """Tokens of a sample, for every layer that attends to it densely."""
-        return self._dense_SX * self.costs.lengths_tokens_S[:, None]
-
-    def ms_2SX(self, budgets_LS: np.ndarray) -> np.ndarray:
-        """Ms of every sample, on a rank by itself."""
-        pairs_XS = np.zeros(self.fixed_2SX.shape[:0:-1])
-        # Layer by layer: numpy.add.at does the same several times slower.
-        for column, pairs_S in zip(
-            self.column_of_L.tolist(), self.costs.sparse_pairs_LS(budgets_LS), strict=True
-        ):
-            pairs_XS[column] += pairs_S
-        return self.fixed_2SX + pairs_XS.T * self.pair_2X[:, None]
-
-    def at_cp_size(self, sample_2SX: np.ndarray, cp_size_S: np.ndarray) -> np.ndarray:
-        """Ms of samples on each rank that shares them, from those on a rank by itself.
-
-        A part of the work, all that every sequence takes, and what it receives of the others.
-        """
-        if (cp_size_S == 1).all():
-            return sample_2SX
-        share_S1 = self.costs.share_W[cp_size_S][:, None]
-        received_S1 = self.costs.received_W[cp_size_S][:, None]
-        whole_21X = self.sequence_2X[:, None]
-        shared_2SX = whole_21X + (sample_2SX - whole_21X) * share_S1
-        on_each_2SX = shared_2SX + self.exchange_2SX * received_S1
-        if self.costs.heads_more_2W.any():
-            more_2S1 = self.costs.heads_more_2W[:, cp_size_S, None]
-            on_each_2SX = on_each_2SX + self.dense_tokens_SX * more_2S1
-        return np.where(cp_size_S[:, None] > 1, on_each_2SX, sample_2SX)
-
-    @cached_property
-    def _dense_SX(self) -> np.ndarray:
-        return dense_layers(self.costs.dense_LS, self.column_of_L, self.pair_2X.shape[1])
-
-    def _ms_2SX(self, coefficients_2XF: np.ndarray) -> np.ndarray:
-        """Ms of samples whatever their budgets."""
-        costs = self.costs
-        visible_S = costs.work.visible_pairs(costs.length_blocks_S)
-        return np.asarray(
-            coefficients_2XF[:, None, :, SEQUENCES]
-            + costs.lengths_tokens_S[:, None] * coefficients_2XF[:, None, :, TOKENS]
-            + visible_S[:, None] * coefficients_2XF[:, None, :, VISIBLE]
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """Predicted cost terms of the samples of one step.
 
     A layer attends to a sample densely, without a router, or sparsely, under its budget.
+
+    Times are told apart in columns [X], which are the chunks of the pipeline. Where ranks begin
+    every layer together, they are each layer without its experts, each chunk's embedding and output
+    head, and each chunk's experts with its constant. The last columns, one for each chunk, hold
+    what a lockstep group does together; a rank that waits for no other is a group of one.
 
     Attributes:
         work: how block pairs follow from budgets.
@@ -155,57 +75,99 @@ class StepCosts:
     def chunk_of_layer_L(self) -> np.ndarray:
         return self.job.chunk_of_layer_L
 
+    @property
+    def chunks(self) -> int:
+        return self.job.pipeline_stages * self.job.virtual_stages
+
+    @property
+    def own(self) -> int:
+        """Columns whose work every rank does for its own samples; a group divides the others'."""
+        return self.job.layers + self.chunks if self.job.lockstep_ranks > 1 else 0
+
+    @cached_property
+    def column_of_L(self) -> np.ndarray:
+        """The column of each layer."""
+        return np.arange(self.job.layers) if self.own else self.chunk_of_layer_L
+
+    @cached_property
+    def chunk_of_X(self) -> np.ndarray:
+        """The chunk of the pipeline that each column belongs to."""
+        every_C = np.arange(self.chunks)
+        return np.concatenate([self.chunk_of_layer_L, every_C, every_C]) if self.own else every_C
+
+    @cached_property
+    def constant_2X(self) -> np.ndarray:
+        """Ms of a micro-batch whatever it holds."""
+        return self._in_columns(self.own, self.constant_2C)
+
+    @property
+    def segment_constant_2X(self) -> np.ndarray:
+        """Ms of a segment whatever it holds."""
+        each_2C = np.array(self.segments.operation_ms)[:, None] + np.zeros(self.chunks)
+        return self.constant_2X + self._in_columns(self.own, each_2C)
+
+    @cached_property
+    def own_2XF(self) -> np.ndarray:
+        """Ms by feature without experts, of a sample that no layer attends to densely."""
+        layer_2XF = self._layers_X[:, None] * self.layer_2CF[:, self.chunk_of_X]
+        return layer_2XF + self._in_columns(max(0, self.own - self.chunks), self.outside_2CF)
+
+    @cached_property
+    def sparse_2XF(self) -> np.ndarray:
+        """Ms by feature, of a sample that no layer attends to densely."""
+        return self.own_2XF + self._in_columns(self.own, self.experts_2CF)
+
+    @cached_property
+    def denser_2XF(self) -> np.ndarray:
+        """How much more that is for each layer of the column that does."""
+        return self.denser_2CF[:, self.chunk_of_X]
+
+    @cached_property
+    def pair_2X(self) -> np.ndarray:
+        """Ms of a block pair in one layer."""
+        return self.pair_2C[:, self.chunk_of_X]
+
+    @property
+    def sequence_2X(self) -> np.ndarray:
+        """Ms of every sample on every rank that shares it."""
+        return self.own_2XF[..., SEQUENCES]
+
+    @cached_property
+    def exchange_2X(self) -> np.ndarray:
+        """Ms of receiving the keys and values of a token."""
+        return self.exchange_2[:, None] * self._layers_X
+
+    @cached_property
+    def exchange_2SX(self) -> np.ndarray:
+        """Ms of receiving all of a sample's keys and values."""
+        return self.exchange_2X[:, None] * self.lengths_tokens_S[:, None]
+
+    @cached_property
+    def dense_SX(self) -> np.ndarray:
+        """Numbers of layers of each column that attend to each sample densely."""
+        dense_XS = np.zeros((len(self.chunk_of_X), self.dense_LS.shape[1]), dtype=np.int64)
+        np.add.at(dense_XS, self.column_of_L, self.dense_LS)
+        return dense_XS.T
+
+    @cached_property
+    def dense_tokens_SX(self) -> np.ndarray:
+        """Tokens of a sample, for every layer that attends to it densely."""
+        return self.dense_SX * self.lengths_tokens_S[:, None]
+
+    @cached_property
+    def fixed_2SX(self) -> np.ndarray:
+        """Ms of a sample at budgets of 0 blocks, dense attention included."""
+        return self._ms_2SX(self.sparse_2XF) + self.dense_SX * self._ms_2SX(self.denser_2XF)
+
     @cached_property
     def blocks_S(self) -> np.ndarray:
         """Blocks of every sample, the last one short or not."""
         return -(-self.lengths_tokens_S // self.block_size)
 
-    @cached_property
-    def by_chunk(self) -> Columns:
-        """Costs whose columns are the chunks of the pipeline."""
-        layers_C = np.bincount(self.chunk_of_layer_L, minlength=self.chunks)
-        own_2CF = layers_C[:, None] * self.layer_2CF + self.outside_2CF
-        return Columns(
-            costs=self,
-            column_of_L=self.chunk_of_layer_L,
-            chunk_of_X=np.arange(self.chunks),
-            own=self.chunks,
-            constant_2X=self.constant_2C,
-            sparse_2XF=own_2CF + self.experts_2CF,
-            denser_2XF=self.denser_2CF,
-            pair_2X=self.pair_2C,
-            sequence_2X=own_2CF[..., SEQUENCES],
-            exchange_2X=self.exchange_2[:, None] * layers_C,
-        )
-
-    @cached_property
-    def by_layer(self) -> Columns:
-        """Costs whose columns are those that ranks wait for one another in: where they begin every
-        layer together, each layer without its experts, then each chunk's embedding and output head,
-        then each chunk's experts with its constant; else :attr:`by_chunk`."""
-        if self.job.lockstep_ranks == 1:
-            return self.by_chunk
-        layers, chunks = len(self.chunk_of_layer_L), self.chunks
-        layer_2LF = self.layer_2CF[:, self.chunk_of_layer_L]
-        own_2XF = np.concatenate([layer_2LF, self.outside_2CF], axis=1)
-        beside = ((0, 0), (0, 2 * chunks))
-        return Columns(
-            costs=self,
-            column_of_L=np.arange(layers),
-            chunk_of_X=np.concatenate([self.chunk_of_layer_L, *[np.arange(chunks)] * 2]),
-            own=layers + chunks,
-            constant_2X=np.pad(self.constant_2C, ((0, 0), (layers + chunks, 0))),
-            sparse_2XF=np.concatenate([own_2XF, self.experts_2CF], axis=1),
-            denser_2XF=np.pad(self.denser_2CF[:, self.chunk_of_layer_L], (*beside, (0, 0))),
-            pair_2X=np.pad(self.pair_2C[:, self.chunk_of_layer_L], beside),
-            sequence_2X=np.pad(own_2XF[..., SEQUENCES], ((0, 0), (0, chunks))),
-            exchange_2X=np.pad(self.exchange_2[:, None] * np.ones(layers), beside),
-        )
-
-    @cached_property
-    def together_2SC(self) -> np.ndarray:
-        """Ms of a sample in the experts of every chunk, whose work a lockstep group divides."""
-        return self.by_chunk._ms_2SX(self.experts_2CF)
+    @property
+    def length_blocks_S(self) -> np.ndarray:
+        """Blocks of every sample, fractional where the last one is short."""
+        return self.lengths_tokens_S / self.block_size
 
     @cached_property
     def of_groups(self) -> "StepCosts":
@@ -265,15 +227,6 @@ class StepCosts:
         return self.layer_2CF[..., PAIRS]
 
     @property
-    def chunks(self) -> int:
-        return self.job.pipeline_stages * self.job.virtual_stages
-
-    @property
-    def length_blocks_S(self) -> np.ndarray:
-        """Blocks of every sample, fractional where the last one is short."""
-        return self.lengths_tokens_S / self.block_size
-
-    @property
     def pair_ms_C(self) -> np.ndarray:
         """Forward and backward ms of a block pair in a layer of each chunk."""
         return np.asarray(self.pair_2C.sum(axis=0))
@@ -283,6 +236,12 @@ class StepCosts:
         """Forward and backward ms of a block pair in each layer."""
         return self.pair_ms_C[self.chunk_of_layer_L]
 
+    @cached_property
+    def denser_2SL(self) -> np.ndarray:
+        """Ms [2, S, L] by which dense attention to a sample exceeds what lists take beside their
+        block pairs."""
+        return self._ms_2SX(self.denser_2CF[:, self.chunk_of_layer_L])
+
     def block_pairs(self, budgets: np.ndarray) -> np.ndarray:
         """Block pairs of every sample at budgets of shape [..., S]."""
         return self.work.attended_pairs(self.length_blocks_S, budgets)
@@ -291,76 +250,158 @@ class StepCosts:
         """Block pairs of sparse attention; 0 where a layer attends densely."""
         return np.where(self.dense_LS, 0.0, self.block_pairs(budgets_LS))
 
-    @cached_property
-    def denser_2SL(self) -> np.ndarray:
-        """Ms [2, S, L] by which dense attention to a sample exceeds what lists take beside their
-        block pairs."""
-        return self.by_chunk._ms_2SX(self.denser_2CF[:, self.chunk_of_layer_L])
-
     def sample_ms(self, budgets_LS: np.ndarray) -> np.ndarray:
-        """[2, S, C] ms of every sample on every chunk."""
-        return self.by_chunk.ms_2SX(budgets_LS)
+        """[2, S, X] ms of every sample, on a rank by itself."""
+        pairs_XS = np.zeros(self.fixed_2SX.shape[:0:-1])
+        # Layer by layer: numpy.add.at does the same several times slower.
+        for column, pairs_S in zip(
+            self.column_of_L.tolist(), self.sparse_pairs_LS(budgets_LS), strict=True
+        ):
+            pairs_XS[column] += pairs_S
+        return self.fixed_2SX + pairs_XS.T * self.pair_2X[:, None]
 
-    def micro_batch_ms(self, sample_2SC: np.ndarray, where: Arrangement) -> OperationTimes:
-        """Times of the micro-batches; every rank of one takes as long as the slowest.
+    def by_chunk(self, ms: np.ndarray) -> np.ndarray:
+        """Ms [..., C] of chunks, from those [..., X] of columns."""
+        return joined(ms[..., None, :], self.chunk_of_X)
+
+    def at_cp_size(self, sample_2SX: np.ndarray, cp_size_S: np.ndarray) -> np.ndarray:
+        """Ms of samples on each rank that shares them, from those on a rank by itself.
+
+        A part of the work, all that every sequence takes, and what it receives of the others.
+        """
+        if (cp_size_S == 1).all():
+            return sample_2SX
+        share_S1, received_S1 = (
+            self.share_W[cp_size_S][:, None],
+            self.received_W[cp_size_S][:, None],
+        )
+        whole_21X = self.sequence_2X[:, None]
+        shared_2SX = whole_21X + (sample_2SX - whole_21X) * share_S1
+        on_each_2SX = shared_2SX + self.exchange_2SX * received_S1
+        if self.heads_more_2W.any():
+            more_2S1 = self.heads_more_2W[:, cp_size_S, None]
+            on_each_2SX = on_each_2SX + self.dense_tokens_SX * more_2S1
+        return np.where(cp_size_S[:, None] > 1, on_each_2SX, sample_2SX)
+
+    def micro_batch_ms(self, sample_2SX: np.ndarray, where: Arrangement) -> OperationTimes:
+        """Times of the micro-batches, a column for each lockstep group; all that share one take as
+        long as the slowest.
 
         Args:
-            sample_2SC: ms of every sample on a rank by itself.
+            sample_2SX: ms of every sample on a rank by itself.
         """
-        micro_batch_of_S, cp_sizes_RM = where.micro_batch_of_S, where.cp_sizes_RM
-        sample_2SC = self.by_chunk.at_cp_size(sample_2SC, cp_sizes_RM.reshape(-1)[micro_batch_of_S])
-        micro_batch_2JC = np.tile(self.constant_2C[:, None], (1, self.job.places, 1))
-        for micro_batch_JC, sample_SC in zip(micro_batch_2JC, sample_2SC, strict=True):
-            np.add.at(micro_batch_JC, micro_batch_of_S, sample_SC)
-        micro_batch_2JC = micro_batch_2JC[:, first_places(cp_sizes_RM)]
-        ms_2RMC = micro_batch_2JC.reshape(2, *cp_sizes_RM.shape, -1)
-        return self.flat(self.on_devices(ms_2RMC, cp_sizes_RM), cp_sizes_RM)
+        ms_2EMWX, slowness_EMWX = self._on_ranks(sample_2SX, where)
+        ms_2EMC = joined(ms_2EMWX, self.chunk_of_X, slowness_EMWX)
+        ms_2CME = np.ascontiguousarray(ms_2EMC.transpose(0, 3, 2, 1))
+        return OperationTimes(
+            graph=self.job.graph,
+            ms_OR=ms_2CME.reshape(-1, ms_2CME.shape[-1]),
+            cp_sizes_RM=cp_sizes_of_groups(where.cp_sizes_RM, self.job.lockstep_ranks),
+        )
 
-    def on_devices(self, ms_2RMC: np.ndarray, cp_sizes_RM: np.ndarray) -> np.ndarray:
-        """Ms of micro-batches on the ranks' devices, from those of an average device: on all that
-        share a micro-batch those of the slowest."""
-        if (self.slowness_RP == 1.0).all():
-            return ms_2RMC
-        slowness_RC = np.repeat(self.slowness_RP, self.job.virtual_stages, axis=1)
-        members = Members(cp_sizes_RM.T)
-        ms_2CMX = members.in_order((ms_2RMC * slowness_RC[:, None]).transpose(0, 3, 2, 1))
-        ms_2CMX = np.ascontiguousarray(ms_2CMX)
-        for ms_MX in ms_2CMX.reshape(-1, *ms_2CMX.shape[2:]):
-            members.maximum(ms_MX)
-        return members.back_in_order(ms_2CMX).transpose(0, 3, 2, 1)
+    def own_ms_2RPVM(self, sample_2SX: np.ndarray, where: Arrangement) -> np.ndarray:
+        """[2, R, P, V, M] ms of every micro-batch on every rank without waiting in layers: a rank's
+        experts compute an equal share of its group's samples."""
+        ms_2EMWX, slowness_EMWX = self._on_ranks(sample_2SX, where)
+        ms_2EMWC = apart(ms_2EMWX, self.chunk_of_X, slowness_EMWX)
+        ms_2EWCM = np.moveaxis(ms_2EMWC, 2, -1)
+        shape_PV = self.job.pipeline_stages, self.job.virtual_stages
+        return ms_2EWCM.reshape(2, -1, *shape_PV, self.job.micro_batches)
 
-    def flat(self, ms_2RMC: np.ndarray, cp_sizes_RM: np.ndarray) -> OperationTimes:
-        """Times of micro-batches in one piece, from those of every chunk."""
-        ms_2CMR = np.ascontiguousarray(ms_2RMC.transpose(0, 3, 2, 1))
-        ms_OR = ms_2CMR.reshape(-1, len(cp_sizes_RM))
-        return OperationTimes(graph=self.job.graph, ms_OR=ms_OR, cp_sizes_RM=cp_sizes_RM)
+    def slowness(self, cp_size: np.ndarray, rank: np.ndarray, chunk_of_X: np.ndarray) -> np.ndarray:
+        """Slowness [..., X] of the slowest of 1, 2, 4, ... ranks from a rank on; once for all where
+        no device is slow."""
+        if not self.has_slow_devices:
+            return np.ones((1, len(chunk_of_X)))
+        return self._slowness_IRC[np.frexp(np.maximum(cp_size, 1))[1] - 1, rank][..., chunk_of_X]
+
+    @property
+    def has_slow_devices(self) -> bool:
+        return bool((self.slowness_RP != 1.0).any())
 
     @property
     def slowness_R(self) -> np.ndarray:
         """[R] slowness of the slowest stage of each rank, which the other stages wait for."""
         return self.slowness_RP.max(axis=1)
 
+    @cached_property
+    def _slowness_IRC(self) -> np.ndarray:
+        slowness_RC = np.repeat(self.slowness_RP, self.job.virtual_stages, axis=1)
+        levels, cp_size = [slowness_RC], 1
+        while len(slowness_RC) % (2 * cp_size) == 0:
+            cp_size *= 2
+            of_micro_batches = slowness_RC.reshape(-1, cp_size, slowness_RC.shape[1]).max(axis=1)
+            levels.append(np.repeat(of_micro_batches, cp_size, axis=0))
+        return np.stack(levels)
 
-def of_lockstep_groups(
-    ms_WYX: np.ndarray, slowness_WX: np.ndarray, chunk_of_X: np.ndarray
+    def _on_ranks(
+        self, sample_2SX: np.ndarray, where: Arrangement
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ms [2, E, M, W, X] of micro-batches on every member of lockstep groups, on an average
+        device, and how slow the devices are."""
+        job, first_J = self.job, first_places(where.cp_sizes_RM)
+        sample_2SX = self.at_cp_size(sample_2SX, where.cp_size_S)
+        ms_2JX = np.tile(self.constant_2X[:, None], (1, job.places, 1))
+        for ms_JX, sample_SX in zip(ms_2JX, sample_2SX, strict=True):
+            np.add.at(ms_JX, where.micro_batch_of_S, sample_SX)
+        place_EMW = np.arange(job.places).reshape(-1, job.lockstep_ranks, job.micro_batches)
+        place_EMW = place_EMW.swapaxes(1, 2)
+        first_EMW, cp_size_EMW = first_J[place_EMW], where.cp_sizes_RM.reshape(-1)[place_EMW]
+        slowness = self.slowness(cp_size_EMW, first_EMW // job.micro_batches, self.chunk_of_X)
+        return ms_2JX[:, first_EMW], slowness
+
+    @property
+    def _layers_X(self) -> np.ndarray:
+        return np.bincount(self.column_of_L, minlength=len(self.chunk_of_X))
+
+    def _in_columns(self, first: int, values_2C: np.ndarray) -> np.ndarray:
+        """[2, X, ...] values of chunks in the columns from one on, 0 in others."""
+        values_2X = np.zeros((2, len(self.chunk_of_X), *values_2C.shape[2:]))
+        values_2X[:, first : first + self.chunks] = values_2C
+        return values_2X
+
+    def _ms_2SX(self, coefficients_2XF: np.ndarray) -> np.ndarray:
+        """Ms of samples whatever their budgets."""
+        visible_S = self.work.visible_pairs(self.length_blocks_S)
+        return np.asarray(
+            coefficients_2XF[:, None, :, SEQUENCES]
+            + self.lengths_tokens_S[:, None] * coefficients_2XF[:, None, :, TOKENS]
+            + visible_S[:, None] * coefficients_2XF[:, None, :, VISIBLE]
+        )
+
+
+def joined(
+    ms_WX: np.ndarray, chunk_of_X: np.ndarray, slowness_WX: np.ndarray | None = None
 ) -> np.ndarray:
-    """Ms [..., Y, C] of a lockstep group, from those [..., W, Y, X] of its members in the columns
-    of :attr:`.StepCosts.by_layer`.
+    """Ms [..., C] of a lockstep group, from those [..., W, X] of its members in the columns of
+    :class:`StepCosts`.
 
-    Every column takes what the slowest member takes on its device; experts take an equal share on
-    the slowest device.
+    Every column takes what the slowest member takes on its device. The last ones, of what a group
+    does together, take an equal share of all on the slowest device.
 
     Args:
-        slowness_WX: of the members' devices, [..., W, X].
+        slowness_WX: of the members' devices; None where the times are on these.
     """
-    chunks = 1 + int(chunk_of_X[-1])
-    own = len(chunk_of_X) - chunks
-    slowness_WYX = slowness_WX[..., None, :]
-    slowest_YX = (ms_WYX[..., :own] * slowness_WYX[..., :own]).max(axis=-3)
-    ms_YC = ms_WYX[..., own:].mean(axis=-3) * slowness_WYX[..., own:].max(axis=-3)
+    own = len(chunk_of_X) - 1 - int(chunk_of_X[-1])
+    own_WX, ms_C = ms_WX[..., :own], ms_WX[..., own:].mean(axis=-2)
+    if slowness_WX is not None:
+        own_WX = own_WX * slowness_WX[..., :own]
+        ms_C = ms_C * slowness_WX[..., own:].max(axis=-2)
+    slowest_X = own_WX.max(axis=-2)
     for column, chunk in enumerate(chunk_of_X[:own].tolist()):
-        ms_YC[..., chunk] += slowest_YX[..., column]
-    return np.asarray(ms_YC)
+        ms_C[..., chunk] += slowest_X[..., column]
+    return np.asarray(ms_C)
+
+
+def apart(ms_WX: np.ndarray, chunk_of_X: np.ndarray, slowness_WX: np.ndarray) -> np.ndarray:
+    """Ms [..., W, C] of members that wait for no other in their own layers; see :func:`joined`."""
+    own = len(chunk_of_X) - 1 - int(chunk_of_X[-1])
+    members, own_WX = ms_WX.shape[-2], ms_WX[..., :own] * slowness_WX[..., :own]
+    together_C = ms_WX[..., own:].mean(axis=-2, keepdims=True)
+    ms_WC = np.repeat(together_C, members, axis=-2) * slowness_WX[..., own:]
+    for column, chunk in enumerate(chunk_of_X[:own].tolist()):
+        ms_WC[..., chunk] += own_WX[..., column]
+    return np.asarray(ms_WC)
 
 
 def step_costs(
@@ -420,13 +461,6 @@ def step_costs(
         dense_LS=dense_LS,
         slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
     )
-
-
-def dense_layers(dense_LS: np.ndarray, column_of_L: np.ndarray, columns: int) -> np.ndarray:
-    """[S, X] numbers of layers of each column that attend to each sample densely."""
-    dense_XS = np.zeros((columns, dense_LS.shape[1]), dtype=np.int64)
-    np.add.at(dense_XS, column_of_L, dense_LS)
-    return dense_XS.T
 
 
 def _coefficients_2F(cost: CostModel, *parts: Part) -> np.ndarray:

@@ -18,7 +18,7 @@ from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, check_cp_sizes
 from sparsebalance_megatron.plan.search.balance import balanced
 from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
+from sparsebalance_megatron.plan.step_costs import step_costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,13 @@ class PlanInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepProblem:
+class StepProblem(BudgetProblem):
     """A step to plan: its samples with all that they cost, and how to judge where they go.
 
     Its ``job`` is that of the inputs, or one of as many layers and samples that a search is for.
     """
 
     inputs: PlanInputs
-    budgets: BudgetProblem
 
     @classmethod
     def of(cls, inputs: PlanInputs) -> "StepProblem":
@@ -75,19 +74,14 @@ class StepProblem:
             blocks_S = -(-np.array(lengths) // plan_settings.config.block_size)
             dense_LS &= (pinned_LS == 0) | (pinned_LS >= blocks_S)
         costs = step_costs(lengths, job, inputs.cost, inputs.scales, dense_LS)
-        budgets = budget_problem(plan_settings, costs, coverage, pinned_LS)
-        return cls(inputs=inputs, budgets=budgets)
-
-    def _at(self, costs: StepCosts) -> "StepProblem":
-        """This step at other costs."""
-        return replace(self, budgets=replace(self.budgets, costs=costs))
+        return cls(inputs=inputs, **vars(budget_problem(plan_settings, costs, coverage, pinned_LS)))
 
     @cached_property
     def of_groups(self) -> "StepProblem":
         """This step on the job whose ranks are its context-parallel groups."""
-        return self if self.job.context_parallel_size == 1 else self._at(self.costs.of_groups)
+        costs = self.costs.of_groups
+        return self if costs is self.costs else replace(self, costs=costs)
 
-    @cached_property
     def on_one_stage(self) -> "StepProblem":
         """This step with all layers on one stage, whose time is the sum over positions."""
         layers = tuple(range(self.job.layers))
@@ -99,14 +93,14 @@ class StepProblem:
             StageScales.of(np.ones((2, 1, 1)), slowness_RP),
             self.costs.dense_LS,
         )
-        return self._at(costs)
+        return replace(self, costs=costs)
 
     def with_positions(self, positions: int) -> "StepProblem":
         """This step with so many micro-batches on every rank."""
         if positions == self.job.micro_batches:
             return self
         job = replace(self.job, micro_batches=positions)
-        return self._at(replace(self.costs, job=job))
+        return replace(self, costs=replace(self.costs, job=job))
 
     @property
     def lengths_tokens(self) -> tuple[int, ...]:
@@ -117,14 +111,6 @@ class StepProblem:
         """Most tokens of a micro-batch that one rank of the job runs alone."""
         shared = self.inputs.job.context_parallel_size // self.job.context_parallel_size
         return self.plan_settings.max_tokens_per_micro_batch * shared
-
-    @property
-    def job(self) -> Job:
-        return self.costs.job
-
-    @property
-    def plan_settings(self) -> PlanSettings:
-        return self.budgets.plan_settings
 
     @property
     def plans_cp_sizes(self) -> bool:
@@ -141,42 +127,27 @@ class StepProblem:
         """Whether this step may have fewer positions than the job."""
         return self.inputs.placement is None and self.plan_settings.plans_positions(self.job)
 
-    @property
-    def costs(self) -> StepCosts:
-        return self.budgets.costs
-
     @cached_property
     def expected_LS(self) -> np.ndarray:
         """Budgets to place by: base budgets, or what tuning makes of a first placement by them."""
-        base_LS = self.budgets.allowed.base_LS
+        base_LS = self.allowed.base_LS
         if not self.plan_settings.tunes_by_latency:
             return base_LS
         try:
-            where = Arrangement.of_placement(self.balanced_by(self.budgets.base_2SC))
-            return tune(self.budgets, where).budgets_LS
+            where = Arrangement.of_placement(self.balanced_by(self.base_2SX))
+            return tune(self, where).budgets_LS
         except PlanError:
             return base_LS
 
     @cached_property
-    def expected_2SC(self) -> np.ndarray:
-        """Ms of every sample at the expected budgets."""
-        budgets, expected_LS = self.budgets, self.expected_LS
-        at_base = expected_LS is budgets.allowed.base_LS
-        return budgets.base_2SC if at_base else self.costs.sample_ms(expected_LS)
-
-    @cached_property
     def expected_2SX(self) -> np.ndarray:
-        """Ms of every sample in the columns of :attr:`.StepCosts.by_layer` at the expected
-        budgets."""
-        costs = self.costs
-        if costs.by_layer is costs.by_chunk:
-            return self.expected_2SC
-        return costs.by_layer.ms_2SX(self.expected_LS)
+        """Ms of every sample at the expected budgets."""
+        return self.sample_ms(self.expected_LS)
 
-    def balanced_by(self, sample_2SC: np.ndarray) -> Placement:
+    def balanced_by(self, sample_2SX: np.ndarray) -> Placement:
         """Latency-balanced placement of samples that take so many ms."""
         return balanced(
-            sample_2SC.sum(axis=0).sum(axis=1),
+            sample_2SX.sum(axis=0).sum(axis=1),
             self.lengths_tokens,
             self.job,
             self.cap_tokens,

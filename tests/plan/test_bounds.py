@@ -51,10 +51,10 @@ def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size, is_sha
     cost = replace(cost_model(), exchange=Exchange(bytes_per_token=512.0))
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
     costs = step_costs(lengths, job, cost, scales)
-    sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), BUDGET))
+    sample_2SX = costs.sample_ms(np.full((job.layers, len(lengths)), BUDGET))
     ranks = job.data_parallel_size
     widest = ranks if is_shared and is_power_of_two(ranks) else 1
-    bound_ms = step_bounds(sample_2SC, costs, widest).bound_ms
+    bound_ms = step_bounds(sample_2SX, costs, widest).bound_ms
     generator = np.random.default_rng(seed)
     for attempt in range(6):
         cp_sizes_RM = random_cp_sizes(*shape[:2], widest, seed + attempt)
@@ -62,7 +62,7 @@ def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size, is_sha
         others = generator.choice(places, len(lengths) - len(places))
         micro_batch_of_S = generator.permutation(np.r_[places, others])
         where = placed(micro_batch_of_S, job, cp_sizes_RM)
-        slowest = makespans_ms(costs.micro_batch_ms(sample_2SC, where)).max()
+        slowest = makespans_ms(costs.micro_batch_ms(sample_2SX, where)).max()
         assert slowest >= bound_ms * (1 - 1e-12)
 
 
@@ -101,8 +101,8 @@ def test_equal_samples_of_ranks_that_divide_experts_attain_the_bound():
 def test_the_chain_of_a_sample_by_hand():
     """Its slot goes through all stages and back; beside it, the first stage runs every other."""
     forward = np.array([4.0, 1.0, 2.0, 3.0])
-    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(2)
-    bounds = step_bounds(sample_2SC, costs_without_constants(job_shape(1, 3, 2), 4))
+    sample_2SX = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(2)
+    bounds = step_bounds(sample_2SX, costs_without_constants(job_shape(1, 3, 2), 4))
     # Three slots: the two cheapest samples of the others, forward, stand for those beside.
     beside = np.array([1.0 + 2.0, 2.0 + 3.0, 1.0 + 3.0, 1.0 + 2.0])
     np.testing.assert_allclose(bounds.chain_ms_S, 6.0 * forward + beside)
@@ -115,8 +115,8 @@ def test_long_samples_by_hand():
     three stages, and the way back takes three more.
     """
     forward = np.array([4.0, 5.0, 6.0, *[1e-6] * 5])
-    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)
-    bounds = step_bounds(sample_2SC, costs_without_constants(job_shape(1, 8, 4), 8))
+    sample_2SX = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)
+    bounds = step_bounds(sample_2SX, costs_without_constants(job_shape(1, 8, 4), 8))
     assert bounds.long_ms == pytest.approx(3 * 15.0 + 3 * 4.0 + 3 * 8.0, rel=1e-5)
     best = min(
         makespans_ms(flat(np.broadcast_to(sizes, (1, 4, 1, 8))[None] * [[[[[1.0]]]], [[[[2.0]]]]]))[
@@ -131,11 +131,11 @@ def test_long_samples_by_hand():
 def test_long_samples_lie_at_the_cp_size_that_hurts_least():
     """Shared by four ranks, their ways and their work on each are a quarter."""
     forward = np.array([4.0, 5.0, 6.0, *[1e-6] * 13])
-    sample_2SC = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)
+    sample_2SX = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(4)
     costs = costs_without_constants(job_shape(4, 8, 4), 16)
     costs = replace(costs, exchange=Exchange(loss=0.0))
-    bounds = step_bounds(sample_2SC, costs, 4)
-    received = costs.by_chunk.exchange_2SX.max()
+    bounds = step_bounds(sample_2SX, costs, 4)
+    received = costs.exchange_2SX.max()
     assert bounds.long_ms == pytest.approx(81.0 / 4, abs=20 * received + 1e-4)
 
 
@@ -143,8 +143,8 @@ def test_unhideable_samples_are_named():
     """Two ranks of four stages; samples take as long on every stage, and twice that backward."""
 
     def bounds_of(sizes_S):
-        sample_2SC = np.array([1.0, 2.0])[:, None, None] * sizes_S[:, None] * np.ones(4)
-        return step_bounds(sample_2SC, costs_without_constants(job_shape(2, 4, 4), 8))
+        sample_2SX = np.array([1.0, 2.0])[:, None, None] * sizes_S[:, None] * np.ones(4)
+        return step_bounds(sample_2SX, costs_without_constants(job_shape(2, 4, 4), 8))
 
     sizes_S = np.ones(8)
     assert not bounds_of(sizes_S).unhideable_S.any()

@@ -214,8 +214,8 @@ def test_within_three_percent_of_the_optimum(shape, samples, seed):
     generator = np.random.default_rng(seed)
     lengths = np.exp(generator.uniform(np.log(500), np.log(30000), samples)).astype(int).tolist()
     costs = step_costs(lengths, job, cost_model(), StageScales.ones(job.pipeline_stages))
-    sample_2SC = costs.sample_ms(np.full((job.layers, samples), 8))
-    best = best_makespan_ms(*sample_2SC.tolist(), costs.constant_2C.tolist(), shape[0], shape[1])
+    sample_2SX = costs.sample_ms(np.full((job.layers, samples), 8))
+    best = best_makespan_ms(*sample_2SX.tolist(), costs.constant_2C.tolist(), shape[0], shape[1])
     assert best is not None, "CP-SAT proved no optimum in time"
     found = planned(**step_inputs(job, lengths, tuning="off")).expectation.makespan_ms
     assert best * (1 - 1e-3) <= found <= best * 1.03

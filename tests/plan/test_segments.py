@@ -31,7 +31,7 @@ from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.segments import SegmentSearch
-from sparsebalance_megatron.plan.segments import Places, micro_batch_cuts, segmented_times
+from sparsebalance_megatron.plan.segments import Places, row_cuts
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
@@ -65,8 +65,8 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     samples = tuple(range(len(lengths)))
     (starts,) = Places(costs, budgets_LS, 9).starts((samples,), segments, 1)
     # Cut together with another micro-batch, as plans cut them.
-    both = [samples[:1], samples]
-    _, cut = micro_batch_cuts(costs, budgets_LS, both, [(0,), starts], [0, 0], [1, 1])
+    both = [(samples[:1],), (samples,)]
+    _, cut = row_cuts(costs, budgets_LS, both, [((0,),), (starts,)], [0, 0], [1, 1])
     blocks = int(costs.blocks_S.sum())
     assert len(starts) == min(segments, blocks)
     bounds = [*starts, blocks]
@@ -76,7 +76,7 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     whole_2P = costs.sample_ms(budgets_LS).sum(axis=1) + costs.constant_2C
     ends_S = np.cumsum(costs.blocks_S)
     crossed = sum(int(block not in {0, *ends_S.tolist()}) for block in starts)
-    expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.by_chunk.sequence_2X
+    expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.sequence_2X
     np.testing.assert_allclose(cut.ms_2UP.sum(axis=1), expected_2P, rtol=1e-9)
 
 
@@ -183,11 +183,12 @@ def test_the_bound_holds_for_every_placement_and_cut():
     """All placements of four samples, every micro-batch in 1 to 3 segments."""
     given_ = inputs([5000, 900, 300, 64], micro_batches=2, tuning="off", segment_tokens=64)
     problem = StepProblem.of(PlanInputs(**given_))
-    base_LS = problem.budgets.allowed.base_LS
+    base_LS = problem.allowed.base_LS
     places = Places(problem.costs, base_LS, 3)
     cut_of = {
-        (sample, many): micro_batch_cuts(
-            *(problem.costs, base_LS, [(sample,)]), places.starts(((sample,),), many, 64), [0], [1]
+        (sample, many): row_cuts(
+            *(problem.costs, base_LS, [((sample,),)]),
+            *([places.starts(((sample,),), many, 64)], [0], [1]),
         )[0]
         for sample in range(4)
         for many in (1, 2, 3)
@@ -216,7 +217,7 @@ def searched(most_tokens: int = MOST_TOKENS, **changes):
 def test_long_samples_of_one_rank_are_traded_away():
     """What is found takes what the search says and holds every sample once."""
     problem, where, ms = searched()
-    _, ms_R, _ = segmented_times(problem.costs, where, problem.budgets.allowed.base_LS)
+    ms_R = problem.makespans_ms(problem.allowed.base_LS, where)
     assert ms == pytest.approx(ms_R.max(), rel=1e-12)
     held = sorted(sample for rank in where.samples for samples in rank for sample in samples)
     assert held == list(range(8)) and where.is_cut

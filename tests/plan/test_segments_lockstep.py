@@ -23,9 +23,8 @@ from plan.plan_cases import (
 from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
-from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
-from sparsebalance_megatron.plan.segments import row_cuts, segmented_times
+from sparsebalance_megatron.plan.segments import PlacedSegments, row_cuts
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 STAGES = 3
@@ -114,16 +113,17 @@ def random_rows(seed, segments):
 @given(st.integers(0, 999))
 def test_one_segment_takes_what_a_whole_micro_batch_takes(seed):
     problem, budgets_LS, where = random_rows(seed, 1)
-    ms_2RPVM, ms_R, ms_2UP = segmented_times(problem.costs, where, budgets_LS)
-    whole = group_times(problem.costs, budgets_LS, replace(where, segment_starts_blocks=()))
-    whole_2RPVM = whole.by_micro_batch_2RPVM
-    np.testing.assert_allclose(
-        ms_2UP.reshape(2, 4, 3, STAGES).swapaxes(2, 3), whole_2RPVM[:, :, :, 0], rtol=1e-9
-    )
-    whole_ms_R = problem.budgets.makespans_ms(budgets_LS, where)
+    costs, in_one_piece = problem.costs, replace(where, segment_starts_blocks=())
+    placed, sample_2SX = PlacedSegments(costs, where), costs.sample_ms(budgets_LS)
+    whole = costs.micro_batch_ms(sample_2SX, in_one_piece)
+    ms_2UP = placed.ms(budgets_LS)
+    ms_2EPM = ms_2UP.reshape(2, 2, 3, STAGES).swapaxes(2, 3)
+    np.testing.assert_allclose(ms_2EPM, whole.by_micro_batch_2RPVM[:, :, :, 0], rtol=1e-9)
     # The schedule of segments with one segment each is 1F1B.
-    np.testing.assert_allclose(ms_R, whole_ms_R, rtol=1e-9)
-    assert (ms_2RPVM > 0).all()
+    found_E, whole_E = (problem.makespans_ms(budgets_LS, each) for each in (where, in_one_piece))
+    np.testing.assert_allclose(found_E, whole_E, rtol=1e-9)
+    own_2RPVM = placed.own_ms_2RPVM(budgets_LS)
+    np.testing.assert_allclose(own_2RPVM, costs.own_ms_2RPVM(sample_2SX, in_one_piece), rtol=1e-9)
 
 
 @given(st.integers(0, 999), st.integers(2, 5))
@@ -131,18 +131,19 @@ def test_segments_of_a_group_add_up_and_wait_for_the_slowest(seed, segments):
     """All segments together take at least the whole row, and at least every member alone."""
     problem, budgets_LS, where = random_rows(seed, segments)
     costs = problem.costs
-    own_2RPVM, _, ms_2UP = segmented_times(costs, where, budgets_LS)
-    group_2RPM = ms_2UP.reshape(2, 4, 3, segments, STAGES).sum(axis=3).swapaxes(2, 3)
-    whole = group_times(costs, budgets_LS, replace(where, segment_starts_blocks=()))
-    whole_2RPM = whole.by_micro_batch_2RPVM[:, :, :, 0]
-    assert (group_2RPM >= whole_2RPM * (1 - 1e-9)).all()
+    placed = PlacedSegments(costs, where)
+    group_2EPM = placed.ms(budgets_LS).reshape(2, 2, 3, segments, STAGES).sum(3).swapaxes(2, 3)
+    in_one_piece = replace(where, segment_starts_blocks=())
+    whole = costs.micro_batch_ms(costs.sample_ms(budgets_LS), in_one_piece)
+    whole_2EPM = whole.by_micro_batch_2RPVM[:, :, :, 0]
+    assert (group_2EPM >= whole_2EPM * (1 - 1e-9)).all()
     without = replace(costs, experts_2CF=np.zeros_like(costs.experts_2CF))
     rows = [tuple(where.samples[rank][0] for rank in (0, 1))]
     blocks = [tuple(where.segment_starts_blocks[rank][0] for rank in (0, 1))]
-    (row,) = row_cuts(without, budgets_LS, rows, blocks, [0])
-    (both,) = row_cuts(costs, budgets_LS, rows, blocks, [0])
+    (row,) = row_cuts(without, budgets_LS, rows, blocks, [0], [1])
+    (both,) = row_cuts(costs, budgets_LS, rows, blocks, [0], [1])
     assert (both.ms_2UP > row.ms_2UP).all()
-    assert own_2RPVM.shape == (2, 4, STAGES, 1, 3)
+    assert placed.own_ms_2RPVM(budgets_LS).shape == (2, 4, STAGES, 1, 3)
 
 
 def test_the_bound_holds_for_every_placement_and_cut_of_a_group():
@@ -152,7 +153,7 @@ def test_the_bound_holds_for_every_placement_and_cut_of_a_group():
         lengths, ranks=2, members=2, micro_batches=2, tuning="off", segment_tokens=64, free=True
     )
     problem = StepProblem.of(PlanInputs(**given_))
-    base_LS, blocks_S = problem.budgets.allowed.base_LS, problem.costs.blocks_S
+    base_LS, blocks_S = problem.allowed.base_LS, problem.costs.blocks_S
     least = np.inf
     for order in itertools.permutations(range(4)):
         rows = [((order[0],), (order[1],)), ((order[2],), (order[3],))]
@@ -161,7 +162,7 @@ def test_the_bound_holds_for_every_placement_and_cut_of_a_group():
                 tuple(tuple(int(blocks_S[s]) * u // many for u in range(many)) for (s,) in row)
                 for row, many in zip(rows, numbers, strict=True)
             ]
-            cuts = row_cuts(problem.costs, base_LS, rows, blocks, [0, 0])
+            cuts = row_cuts(problem.costs, base_LS, rows, blocks, [0, 0], [1, 1])
             least = min(least, makespans_of_cuts([cuts]).max())
     assert 0.4 * least < segmented_bound_ms(problem) <= least
     assert planned(**given_).expectation.makespan_ms <= 1.1 * least

@@ -27,7 +27,7 @@ from sparsebalance_megatron.plan.context_groups import first_places, most_segmen
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
-from sparsebalance_megatron.plan.segments import Places, micro_batch_cuts, segmented_times
+from sparsebalance_megatron.plan.segments import PlacedSegments, Places, row_cuts
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -158,10 +158,10 @@ def test_shared_micro_batches_in_one_segment_take_what_they_take_in_one_piece(se
         PlanInputs(**inputs(random_lengths(4 * ranks, seed), ranks=ranks, slow=slow))
     )
     where = drawn_step(problem, seed, 1)
-    budgets_LS = problem.budgets.allowed.base_LS
-    times_2RPVM, ms_R, _ = segmented_times(problem.costs, where, budgets_LS)
-    sample_2SC = problem.costs.sample_ms(budgets_LS)
-    whole = problem.costs.micro_batch_ms(sample_2SC, where)
+    budgets_LS = problem.allowed.base_LS
+    times_2RPVM = PlacedSegments(problem.costs, where).own_ms_2RPVM(budgets_LS)
+    ms_R = problem.makespans_ms(budgets_LS, where)
+    whole = problem.costs.micro_batch_ms(problem.costs.sample_ms(budgets_LS), where)
     np.testing.assert_allclose(times_2RPVM, whole.by_micro_batch_2RPVM, rtol=1e-9)
     np.testing.assert_allclose(ms_R, simulated_ms(whole), rtol=1e-9)
 
@@ -174,12 +174,11 @@ def test_every_segment_receives_the_keys_so_far(segments, cp_size):
     budgets_LS = np.full((given_["job"].layers, 1), 5)
     (starts,) = Places(costs, budgets_LS, 9).starts(((0,),), segments, 1)
     cut, alone = (
-        micro_batch_cuts(costs, budgets_LS, [(0,)], [starts], [0], [size])[0]
-        for size in (cp_size, 1)
+        row_cuts(costs, budgets_LS, [((0,),)], [(starts,)], [0], [size])[0] for size in (cp_size, 1)
     )
-    beside_2P = segments * (costs.constant_2C + costs.by_chunk.sequence_2X)
+    beside_2P = segments * (costs.constant_2C + costs.sequence_2X)
     so_far = np.cumsum(alone.tokens_U).sum() / lengths[0] * costs.received_W[cp_size]
-    exchanged_2P = costs.by_chunk.exchange_2SX[:, 0] * so_far
+    exchanged_2P = costs.exchange_2SX[:, 0] * so_far
     alone_2P, found_2P = (each.ms_2UP.sum(axis=1) for each in (alone, cut))
     expected_2P = beside_2P + (alone_2P - beside_2P) * costs.share_W[cp_size] + exchanged_2P
     np.testing.assert_allclose(found_2P, expected_2P, rtol=1e-9)
@@ -191,10 +190,9 @@ def test_the_bound_holds_for_steps_of_both():
         lengths = random_lengths(6, number, longest=2**13)
         given_ = inputs(lengths, positions=2, slow=number % 2 == 1, segment_tokens=64)
         problem = StepProblem.of(PlanInputs(**given_))
-        floor_LS = problem.budgets.allowed.floor_LS
+        floor_LS = problem.allowed.floor_LS
         least_ms = min(
-            segmented_times(problem.costs, drawn_step(problem, seed, 4), floor_LS)[1].max()
-            for seed in range(60)
+            problem.makespans_ms(floor_LS, drawn_step(problem, seed, 4)).max() for seed in range(60)
         )
         bound_ms = segmented_bound_ms(problem, 2)
         assert 0.2 * least_ms < bound_ms <= least_ms * (1 + 1e-9)

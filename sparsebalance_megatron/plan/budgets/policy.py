@@ -107,8 +107,9 @@ class AnchorPolicy(BudgetPolicy):
 
 
 def _latency_ms_J(problem: BudgetProblem, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
-    times_2RPVM = problem.micro_batch_ms(budgets_LS, where).by_micro_batch_2RPVM
-    return times_2RPVM.sum(axis=0).sum(axis=(1, 2)).ravel()
+    times_2EPVM = problem.micro_batch_ms(budgets_LS, where).by_micro_batch_2RPVM
+    latency_EM = times_2EPVM.sum(axis=0).sum(axis=(1, 2))
+    return np.repeat(latency_EM, problem.costs.job.lockstep_ranks, axis=0).ravel()
 
 
 class RaisePolicy(BudgetPolicy):

@@ -11,10 +11,10 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.coverage import CoverageCurves, least_feasible_budget
-from sparsebalance_megatron.plan.lockstep_times import group_times
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.segments import segmented_times
+from sparsebalance_megatron.plan.segments import PlacedSegments
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -81,6 +81,10 @@ class BudgetProblem:
     pinned_S: np.ndarray
 
     @property
+    def job(self) -> Job:
+        return self.costs.job
+
+    @property
     def size_S(self) -> np.ndarray:
         """Equal for samples that are alike in all but their place: of as many blocks, and free.
 
@@ -94,20 +98,22 @@ class BudgetProblem:
         return self.coverage.coverage_LS(self.costs.blocks_S, budgets_LS)
 
     @cached_property
-    def base_2SC(self) -> np.ndarray:
+    def base_2SX(self) -> np.ndarray:
         """Ms of every sample at base budgets."""
         return self.costs.sample_ms(self.allowed.base_LS)
 
+    def sample_ms(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """Ms of every sample at these budgets."""
+        at_base = budgets_LS is self.allowed.base_LS
+        return self.base_2SX if at_base else self.costs.sample_ms(budgets_LS)
+
     def micro_batch_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
         """Times of the micro-batches of placed samples."""
-        if self.costs.job.lockstep_ranks > 1:
-            return group_times(self.costs, budgets_LS, where)
-        at_base = budgets_LS is self.allowed.base_LS
-        sample_2SC = self.base_2SC if at_base else self.costs.sample_ms(budgets_LS)
-        return self.costs.micro_batch_ms(sample_2SC, where)
+        return self.costs.micro_batch_ms(self.sample_ms(budgets_LS), where)
 
     def makespans_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
-        """[R] ms until the last operation of each rank, or of its lockstep group, ends."""
+        """[E] ms until the last operation of each lockstep group ends; a rank alone is one."""
         if where.segment_starts_blocks:
-            return segmented_times(self.costs, where, budgets_LS)[1]
+            placed = PlacedSegments(self.costs, where)
+            return makespans_ms(placed.times(placed.ms(budgets_LS)))
         return makespans_ms(self.micro_batch_ms(budgets_LS, where))

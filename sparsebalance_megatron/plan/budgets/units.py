@@ -32,10 +32,8 @@ from sparsebalance_megatron.plan.budgets.price import (
 )
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.lockstep_times import layer_ms_2SX
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST, SearchEffort
-from sparsebalance_megatron.plan.segments import segment_ms_Q2UP
+from sparsebalance_megatron.plan.segments import PlacedSegments
 
 _HEIGHTS = 32
 """Heights of a layer that are tried."""
@@ -69,17 +67,15 @@ def units_of(
     effort.spend(levels * each)
     stride = LEVELS // levels
     every_level = range(0, LEVELS + 1, stride)
-    budgets_QLS = np.stack(
-        [budgets_LS(np.full(growth_JCQ.shape[:2], level)) for level in every_level]
-    )
-    pipelines = _in_segments(problem, where, budgets_QLS)
+    budgets_QLS = [budgets_LS(np.full(growth_JCQ.shape[:2], level)) for level in every_level]
+    pipelines = _in_segments(problem, where, np.stack(budgets_QLS))
     return pipelines, lambda level_JC: budgets_LS(stride * level_JC)
 
 
 def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.ndarray) -> Pipelines:
     """Pipelines whose units grow by these forward and backward ms. A lockstep group is one rank."""
     costs, (rows, chunks, _) = problem.costs, growth_JCQ.shape
-    times = problem.micro_batch_ms(problem.allowed.floor_LS, where).by_lockstep_group
+    times = problem.micro_batch_ms(problem.allowed.floor_LS, where)
     floor_2JC = np.moveaxis(times.by_micro_batch_2RPVM, -1, 2).reshape(2, rows, chunks)
     share_2C = costs.pair_2C / np.maximum(costs.pair_ms_C, _LEAST_MS)
     unit_J = first_places(times.cp_sizes_RM)
@@ -100,26 +96,19 @@ def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.nda
 
 def _in_segments(problem: BudgetProblem, where: Arrangement, budgets_QLS: np.ndarray) -> Pipelines:
     """Pipelines in segments, from the budgets with all units at one level."""
-    costs, cp_sizes_RM = problem.costs, where.cp_sizes_RM
-    job, places = costs.job, np.arange(cp_sizes_RM.size)
-    ms_2YPQ = np.ascontiguousarray(np.moveaxis(segment_ms_Q2UP(costs, where, budgets_QLS), 0, -1))
-    segments_RM = [list(map(len, of_rank)) for of_rank in where.segment_starts_blocks]
-    if job.lockstep_ranks > 1:
-        ranks = job.lockstep_ranks
-        rank_J, position_J = np.divmod(places, job.micro_batches)
-        unit_J = rank_J // ranks * job.micro_batches + position_J
-        first_J, rows = rank_J % ranks == 0, places.size // ranks
-    else:
-        ranks, unit_J, rows = int(cp_sizes_RM.max()), first_places(cp_sizes_RM), places.size
-        first_J = unit_J == places
-    segments_J = np.concatenate(segments_RM)
+    costs, placed = problem.costs, PlacedSegments(problem.costs, where)
+    # Of layers' columns and many members, a few levels at a time.
+    some_levels = np.array_split(budgets_QLS, costs.job.lockstep_ranks)
+    ms_Q2UP = np.concatenate([placed.ms(some) for some in some_levels if len(some)])
+    ms_2YPQ = np.ascontiguousarray(np.moveaxis(ms_Q2UP, 0, -1))
+    unit_J, segments_J = first_places(placed.cp_sizes_EM), np.concatenate(placed.segments_EM)
     return Pipelines(
-        times=OperationTimes.of_segments(segments_RM, ms_2YPQ[..., 0], cp_sizes_RM),
+        times=placed.times(ms_2YPQ[..., 0]),
         ms_2YCQ=ms_2YPQ,
         unit_Y=np.repeat(unit_J, segments_J),
-        first_Y=np.repeat(first_J, segments_J),
-        units_J=rows,
-        groups=job.data_parallel_size // ranks,
+        first_Y=np.repeat(unit_J == np.arange(len(unit_J)), segments_J),
+        units_J=len(unit_J),
+        groups=len(placed.cp_sizes_EM) // int(placed.cp_sizes_EM.max()),
         operation_cost=SEGMENT_COST,
     )
 
@@ -128,14 +117,11 @@ def _micro_batches(
     problem: BudgetProblem, ladder: Ladder, where: Arrangement
 ) -> tuple[np.ndarray, BudgetsOfLevels]:
     """Ms that levels add to every chunk of micro-batches, on each of their ranks, and budgets."""
-    costs, place_S, cp_sizes_RM = problem.costs, where.micro_batch_of_S, where.cp_sizes_RM
+    costs, place_S = problem.costs, where.micro_batch_of_S
     layers_CL = costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None]
-    share_RM = costs.share_W[cp_sizes_RM]
-    pair_ms_2RMC = np.broadcast_to(
-        share_RM[..., None] * costs.pair_ms_C, (2, *share_RM.shape, costs.chunks)
-    )
-    pair_ms_RMC = costs.on_devices(pair_ms_2RMC, cp_sizes_RM)[0]
-    pair_ms_SC = pair_ms_RMC.reshape(-1, costs.chunks)[place_S]
+    pair_ms_SC = costs.share_W[where.cp_size_S][:, None] * costs.pair_ms_C
+    rank_S = place_S // costs.job.micro_batches
+    pair_ms_SC *= costs.slowness(where.cp_size_S, rank_S, costs.chunk_of_X)
     growth_JCQ = _growth_JXQ(problem, ladder, place_S, layers_CL, pair_ms_SC)
     unit_LS = place_S * costs.chunks + costs.chunk_of_layer_L[:, None]
     return growth_JCQ, lambda level_JC: ladder.budgets_LS(level_JC.ravel()[unit_LS])
@@ -147,7 +133,7 @@ def _rows(
     """Ms that levels add to every chunk of rows, on each rank of a group, and budgets."""
     costs, job, place_S = problem.costs, problem.costs.job, where.micro_batch_of_S
     layer_L1 = np.arange(job.layers)[:, None]
-    share_S = costs.share_W[where.cp_sizes_RM.reshape(-1)[place_S]]
+    share_S = costs.share_W[where.cp_size_S]
 
     def by_row_XLWQ(values_JLQ: np.ndarray) -> np.ndarray:
         of_groups = values_JLQ.reshape(
@@ -158,7 +144,7 @@ def _rows(
 
     member_levels = np.arange(LEVELS + 1)[_MEMBER_LEVELS]
     levels = len(member_levels)
-    floor_2SX = layer_ms_2SX(costs, problem.allowed.floor_LS, where)
+    floor_2SX = costs.at_cp_size(costs.sample_ms(problem.allowed.floor_LS), where.cp_size_S)
     floor_SL = floor_2SX[..., : job.layers].sum(axis=0)
     every_L = np.eye(job.layers, dtype=bool)
     pair_ms_SL = share_S[:, None] * costs.pair_ms_L

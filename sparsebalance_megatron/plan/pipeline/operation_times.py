@@ -5,12 +5,11 @@ Shape legend: R data-parallel ranks or candidate pipelines, U segments, O operat
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.context_groups import Members, unshared
 from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of, segmented_graph
 from sparsebalance_megatron.plan.pipeline.orders import Schedule
@@ -18,7 +17,9 @@ from sparsebalance_megatron.plan.pipeline.orders import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class OperationTimes:
-    """Ms of every operation of a schedule on every rank, who shares operations, and who waits.
+    """Ms of every operation of a schedule on every rank, and who shares operations.
+
+    A lockstep group, whose ranks begin and end every operation together, is one rank.
 
     >>> from sparsebalance_megatron.plan.pipeline.orders import megatron_order
     >>> ms_2RPVM, cp_sizes_RM = np.ones((2, 1, 2, 1, 3)), np.ones((1, 3), int)
@@ -30,22 +31,15 @@ class OperationTimes:
         ms_OR: equal on all ranks that share a micro-batch.
         cp_sizes_RM: how many neighbouring ranks share the micro-batch of each rank and position; 1
             where a rank runs it alone. They begin its operations together.
-        lockstep_ranks: how many neighbouring ranks wait for one another in every layer. They begin
-            every operation together, and it ends for all of them when the slowest one's ends.
     """
 
     graph: PipelineGraph
     ms_OR: np.ndarray
     cp_sizes_RM: np.ndarray
-    lockstep_ranks: int = 1
 
     @classmethod
     def of_micro_batches(
-        cls,
-        times_2RPVM: np.ndarray,
-        cp_sizes_RM: np.ndarray,
-        schedule: Schedule,
-        lockstep_ranks: int = 1,
+        cls, times_2RPVM: np.ndarray, cp_sizes_RM: np.ndarray, schedule: Schedule
     ) -> "OperationTimes":
         """Times of micro-batches that pass the pipeline in one piece.
 
@@ -58,7 +52,6 @@ class OperationTimes:
             graph=graph_of(schedule, stages, chunks, micro_batches),
             ms_OR=np.ascontiguousarray(flat_OR),
             cp_sizes_RM=cp_sizes_RM,
-            lockstep_ranks=lockstep_ranks,
         )
 
     @classmethod
@@ -80,33 +73,6 @@ class OperationTimes:
             graph=graph,
             ms_OR=np.ascontiguousarray(ms_2UP.swapaxes(1, 2)).reshape(-1, 1),
             cp_sizes_RM=unshared(1, len(graph.order.segments_M)),
-        )
-
-    @cached_property
-    def by_lockstep_group(self) -> "OperationTimes":
-        """These times with a column for each lockstep group, which acts as one rank.
-
-        A micro-batch that no more ranks share than a group has lies in one group. One that more
-        share is shared by whole groups.
-
-        Raises:
-            PlanError: ranks do not divide into groups, or a micro-batch is shared by ranks of
-                several groups and not by all of theirs.
-        """
-        size, ranks = self.lockstep_ranks, len(self.cp_sizes_RM)
-        if size == 1:
-            return self
-        larger, smaller = np.maximum(self.cp_sizes_RM, size), np.minimum(self.cp_sizes_RM, size)
-        if ranks % size or (larger % smaller).any():
-            raise PlanError(
-                f"lockstep groups of {size} ranks: must divide the {ranks} ranks, and every cp_size"
-                f" (at most {self.cp_sizes_RM.max()}) must divide {size} or be a multiple of it"
-            )
-        return replace(
-            self,
-            ms_OR=self.ms_OR.reshape(len(self.ms_OR), -1, size).max(axis=2),
-            cp_sizes_RM=larger[::size] // size,
-            lockstep_ranks=1,
         )
 
     @cached_property

@@ -3,8 +3,7 @@
 
 An operation starts when its stage has finished the operation before it and its inputs have arrived.
 The order and the inputs are those of the :data:`.orders.Schedule` that the times are of. Ranks that
-share a micro-batch begin each of its operations together. Ranks of a lockstep group begin and end
-every operation together, so the group is simulated as one rank with the largest times.
+share a micro-batch begin each of its operations together. A lockstep group is one rank.
 
 Shape legend: R data-parallel ranks or candidate pipelines, O operations, X columns of R in
 :attr:`.Members.order`.
@@ -19,12 +18,7 @@ def makespans_ms(times: OperationTimes) -> np.ndarray:
     """[R] ms until the last operation of each rank ends. Trusts the times to be finite.
 
     Where the graph holds several pipelines, R are these, and the times are of one rank.
-
-    Raises:
-        PlanError: ranks do not divide into lockstep groups.
     """
-    if times.lockstep_ranks > 1:
-        return np.repeat(makespans_ms(times.by_lockstep_group), times.lockstep_ranks)
     graph, members = times.graph, times.members
     if graph.last_PR.size == 1 and not members.share:
         return _work_of_one_stage_R(times)

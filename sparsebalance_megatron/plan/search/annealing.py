@@ -79,8 +79,7 @@ def anneal(
     """Change places, order and cp_sizes while ``plan_ms`` buys effort; never a longer step.
 
     Args:
-        work_2SX: ms of every sample in the columns of :attr:`.StepCosts.by_layer`, on a rank by
-            itself.
+        work_2SX: ms of every sample in the columns of the costs, on a rank by itself.
         enough_ms: a step that takes so long or less ends the search.
         spends_all: enough moves do not end the search.
     """

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import meeting_groups
+from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups, meeting_groups
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
@@ -49,7 +49,6 @@ from sparsebalance_megatron.plan.segments import (
     Row,
     Starts,
     joined_2UP,
-    micro_batch_cuts,
     row_cuts,
 )
 from sparsebalance_megatron.plan.step_problem import StepProblem
@@ -87,22 +86,22 @@ class SegmentSearch:
 
     def __init__(self, problem: StepProblem, whole: Arrangement, most_tokens: int) -> None:
         self._problem, self._most_tokens = problem, most_tokens
-        self._config, self._lockstep = problem.plan_settings.config, problem.job.lockstep_ranks > 1
+        self._config = problem.plan_settings.config
         self._places = Places(problem.costs, problem.expected_LS, self._config.max_segments)
         self._work_of: list[float] = self._places.work_S.tolist()
         self._share_W = problem.costs.share_W.tolist()
         self._limits: dict[Row, tuple[float, int]] = {}
         self._cuts: dict[tuple[int, Row, int], tuple[Cut, ...]] = {}
         self._starts_of: dict[tuple[Row, int], tuple[Starts, ...]] = {}
-        step_ms = rounded_ms(problem.budgets.makespans_ms(problem.expected_LS, whole).max())
+        step_ms = rounded_ms(problem.makespans_ms(problem.expected_LS, whole).max())
         self._effort = SearchEffort(problem.search_ms(step_ms, SHARE_OF_STEP_FOR_SEGMENTS))
-        if self._lockstep:
-            size = problem.job.lockstep_ranks
-            firsts = range(0, problem.job.data_parallel_size, size)
-            self._groups = [range(first, first + size) for first in firsts]
-        else:
-            # Each begins at a multiple of its ranks among those simulated.
-            self._groups = sorted(meeting_groups(whole.cp_sizes_RM), key=len, reverse=True)
+        self._waiting = problem.job.lockstep_ranks
+        meeting = meeting_groups(cp_sizes_of_groups(whole.cp_sizes_RM, self._waiting))
+        # Each begins at a multiple of its ranks among those simulated.
+        self._groups = [
+            range(group.start * self._waiting, group.stop * self._waiting)
+            for group in sorted(meeting, key=len, reverse=True)
+        ]
         held = whole.by_rank
         self._rows: list[list[Row]] = [
             list(zip(*held[group.start : group.stop], strict=True)) for group in self._groups
@@ -146,7 +145,7 @@ class SegmentSearch:
         by_row = sorted(rows)
         ms_1M = np.array([[self._work_and_limit(row)[0] for row in by_row]])
         up, down, *ends = ([by_row[m] for m in order_M] for order_M in shaped_orders(ms_1M)[0])
-        pipelines = len(self._groups) if self._lockstep else sum(map(len, self._groups))
+        pipelines = sum(map(len, self._groups)) // self._waiting
         segments = pipelines * sum(_SEGMENTS_PER_GROUP) // len(_SEGMENTS_PER_GROUP)
         affordable = self._effort.affordable(2 * self._operations(segments))
         most = max(len(_SEGMENTS_PER_GROUP) + 1, affordable)
@@ -243,32 +242,30 @@ class SegmentSearch:
         keys = dict.fromkeys(itertools.chain.from_iterable(wanted))
         new = [key for key in keys if key not in self._cuts]
         if new:
-            cut = self._cut_groups if self._lockstep else self._cut_members
-            starts = [self._segment_starts(row, segments) for _, row, segments in new]
-            self._cuts.update(zip(new, cut(new, starts), strict=True))
+            self._cuts.update(zip(new, self._new_cuts(new), strict=True))
         return [[self._cuts[key] for key in of_order] for of_order in wanted]
 
-    def _cut_groups(
-        self, keys: Sequence[tuple[int, Row, int]], starts: Sequence[tuple[Starts, ...]]
-    ) -> Iterable[tuple[Cut, ...]]:
-        groups, rows, _ = zip(*keys, strict=True)
-        costs, budgets_LS = self._problem.costs, self._problem.expected_LS
-        return ((cut,) for cut in row_cuts(costs, budgets_LS, rows, starts, groups))
-
-    def _cut_members(
-        self, keys: Sequence[tuple[int, Row, int]], starts: Sequence[tuple[Starts, ...]]
-    ) -> Iterable[tuple[Cut, ...]]:
+    def _new_cuts(self, keys: Sequence[tuple[int, Row, int]]) -> Iterable[tuple[Cut, ...]]:
         held = [
-            (samples, of_row[member], self._groups[group].start + member, row.count(samples))
-            for (group, row, _), of_row in zip(keys, starts, strict=True)
-            for member, samples in enumerate(row)
-            if row.index(samples) == member
+            (
+                *(members, self._segment_starts(row, segments)[first : first + len(members)]),
+                *(self._groups[group].start + first, row.count(members[0])),
+            )
+            for group, row, segments in keys
+            for first, members in self._pipelines(row)
+            if row.index(members[0]) == first
         ]
         costs, budgets_LS = self._problem.costs, self._problem.expected_LS
-        cuts = iter(micro_batch_cuts(costs, budgets_LS, *zip(*held, strict=True)))
+        cuts = iter(row_cuts(costs, budgets_LS, *zip(*held, strict=True)))
         for _, row, _ in keys:
-            cut_of = {samples: next(cuts) for samples in dict.fromkeys(row)}
-            yield tuple(cut_of[samples] for samples in row)
+            pipelines = [members for _, members in self._pipelines(row)]
+            cut_of = {members: next(cuts) for members in dict.fromkeys(pipelines)}
+            yield tuple(cut_of[members] for members in pipelines)
+
+    def _pipelines(self, row: Row) -> list[tuple[int, Row]]:
+        """The members of a row that wait for one another in every layer, with the number of the
+        first."""
+        return list(zip(itertools.count(0, self._waiting), itertools.batched(row, self._waiting)))
 
     def _segment_starts(self, row: Row, segments: int) -> tuple[Starts, ...]:
         """Where segments begin, by member; in lockstep all have as many."""
@@ -277,19 +274,13 @@ class SegmentSearch:
         return self._starts_of[row, segments]
 
     def _cut_by_work(self, row: Row, segments: int) -> tuple[Starts, ...]:
-        least = self._config.segment_tokens
-        if self._lockstep:
-            return self._places.starts(row, segments, least)
-        most_ms, _ = self._work_and_limit(row)
-        return tuple(
-            self._places.starts(
-                (samples,),
-                max(1, round(segments * self._work_ms(row, samples) / most_ms)),
-                least,
-                row.count(samples),
-            )[0]
-            for samples in row
-        )
+        least, (most_ms, _) = self._config.segment_tokens, self._work_and_limit(row)
+        found: list[Starts] = []
+        for _, members in self._pipelines(row):
+            work_ms = max(self._work_ms(row, samples) for samples in members)
+            number = max(1, round(segments * work_ms / most_ms))
+            found += self._places.starts(members, number, least, row.count(members[0]))
+        return tuple(found)
 
     def _trade(self, found: list[_Candidate]) -> None:
         """Exchange one sample of the slowest rank for one of another, in place, if it helps."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.step_costs import StepCosts, of_lockstep_groups
+from sparsebalance_megatron.plan.step_costs import StepCosts, joined
 
 SEQUENCES, TOKENS, BLOCKS = -3, -2, -1
 """Places among contents."""
@@ -18,7 +18,7 @@ SEQUENCES, TOKENS, BLOCKS = -3, -2, -1
 class Contents:
     """Sums over the samples of a micro-batch, and its times by cp_size.
 
-    Times are of the columns of :attr:`.StepCosts.by_layer`, those that are alike together.
+    Times are of the columns of StepCosts, those that are alike together.
 
     Args:
         work_2SX: ms of every sample in those columns, on a rank by itself.
@@ -29,21 +29,19 @@ class Contents:
     """
 
     def __init__(self, costs: StepCosts, work_2SX: np.ndarray, *, shared: bool = True) -> None:
-        samples, columns = len(costs.lengths_tokens_S), costs.by_layer
-        own, experts = columns.own, work_2SX.shape[2] - columns.own
-        keys = [columns.chunk_of_X[None, :own], work_2SX[..., :own].reshape(2 * samples, -1)]
+        samples, own = len(costs.lengths_tokens_S), costs.own
+        keys = [costs.chunk_of_X[None, :own], work_2SX[..., :own].reshape(2 * samples, -1)]
         _, first_X, alike_X = np.unique(
             np.concatenate(keys), axis=1, return_index=True, return_inverse=True
         )
-        own_columns = len(first_X)
-        self._chunk_of_X = np.append(columns.chunk_of_X[first_X], columns.chunk_of_X[own:])
-        column_X = np.append(alike_X, own_columns + np.arange(experts))
-        in_column = column_X == np.arange(own_columns + experts)[:, None]
+        self._chunk_of_X = np.append(costs.chunk_of_X[first_X], costs.chunk_of_X[own:])
+        column_X = np.append(alike_X, len(first_X) + np.arange(costs.chunks))
+        in_column = column_X == np.arange(len(self._chunk_of_X))[:, None]
         work, exchange, sequence, dense, constant = (
             np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
             for values in (
-                *(work_2SX, columns.exchange_2SX, columns.sequence_2X, columns.dense_tokens_SX),
-                columns.constant_2X,
+                *(work_2SX, costs.exchange_2SX, costs.sequence_2X, costs.dense_tokens_SX),
+                costs.constant_2X,
             )
         )
         terms = [
@@ -58,7 +56,7 @@ class Contents:
         self._constant, self._sequence = constant.reshape(-1), sequence.reshape(-1)
         self._share_W, self._received_W = costs.share_W, costs.received_W
         self._heads_more_WF = np.repeat(costs.heads_more_2W.T, sequence.shape[1], axis=1)
-        self._slowness_IRC = _slowness_of_micro_batches(costs)
+        self._costs = costs
 
     def ms(self, contents: np.ndarray, cp_size: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Forward, then backward ms of every column, [..., F], on each rank of micro-batches.
@@ -76,32 +74,15 @@ class Contents:
             ms += dense * self._heads_more_WF[cp_size]
         ms += contents[..., SEQUENCES, None] * self._sequence
         ms += self._constant
-        if self._slowness_IRC is not None:
-            slowness = self._slowness_IRC[np.frexp(np.maximum(cp_size, 1))[1] - 1, rank]
-            ms *= np.tile(slowness[..., self._chunk_of_X], 2)
+        if self._costs.has_slow_devices:
+            ms *= np.tile(self._costs.slowness(cp_size, rank, self._chunk_of_X), 2)
         return np.asarray(ms)
 
     def joined(self, ms_IEWMF: np.ndarray) -> np.ndarray:
         """Ms of lockstep groups, forward, then backward of every chunk, from those of members."""
-        pairs, groups, members, positions, _ = ms_IEWMF.shape
-        columns = len(self._chunk_of_X)
-        ms_IEWYX = ms_IEWMF.reshape(pairs, groups, members, 2 * positions, columns)
-        # Devices are in these times already.
-        ms_IEYC = of_lockstep_groups(ms_IEWYX, np.ones((members, columns)), self._chunk_of_X)
-        return ms_IEYC.reshape(pairs, groups, positions, -1)
-
-
-def _slowness_of_micro_batches(costs: StepCosts) -> np.ndarray | None:
-    """Slowness of the slowest of 1, 2, 4, ... ranks from every rank on; None if all are alike."""
-    if bool((costs.slowness_RP == 1.0).all()):
-        return None
-    slowness_RC = np.repeat(costs.slowness_RP, costs.job.virtual_stages, axis=1)
-    levels, cp_size = [slowness_RC], 1
-    while len(slowness_RC) % (2 * cp_size) == 0:
-        cp_size *= 2
-        of_micro_batches = slowness_RC.reshape(-1, cp_size, slowness_RC.shape[1]).max(axis=1)
-        levels.append(np.repeat(of_micro_batches, cp_size, axis=0))
-    return np.stack(levels)
+        ms_IEWM2X = ms_IEWMF.reshape(*ms_IEWMF.shape[:-1], 2, -1)
+        ms_IEM2C = joined(np.moveaxis(ms_IEWM2X, 2, -2), self._chunk_of_X)
+        return ms_IEM2C.reshape(*ms_IEM2C.shape[:3], -1)
 
 
 class State:

@@ -20,7 +20,6 @@ from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.budgets.policy import budget_problem
 from sparsebalance_megatron.plan.budgets.price import LEVELS
 from sparsebalance_megatron.plan.budgets.units import units_of
-from sparsebalance_megatron.plan.lockstep_times import layer_ms_2SX
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -53,9 +52,8 @@ class Case:
 
     def row_ms_XC(self, budgets_LS):
         """Forward and backward of every row, by group and position."""
-        times = self.problem.micro_batch_ms(budgets_LS, self.where).by_micro_batch_2RPVM
-        of_groups = times.sum(axis=0)[:: self.job.lockstep_ranks]
-        return np.moveaxis(of_groups, -1, 1).reshape(self.rows, -1)
+        times_2EPVM = self.problem.micro_batch_ms(budgets_LS, self.where).by_micro_batch_2RPVM
+        return np.moveaxis(times_2EPVM.sum(axis=0), -1, 1).reshape(self.rows, -1)
 
 
 @given(SEEDS, SHAPES, st.sampled_from([1, 2]), st.sampled_from([0.0, 0.6, 1.0]))
@@ -91,7 +89,7 @@ def test_members_that_do_not_stick_out_take_no_time(seed, shape):
     """A row whose other members fall to their floors takes as long."""
     case = Case(seed, shape)
     budgets_LS = case.budgets_LS(case.level_XC)
-    ms_2SX = layer_ms_2SX(case.costs, budgets_LS, case.where)
+    ms_2SX = case.costs.at_cp_size(case.costs.sample_ms(budgets_LS), case.where.cp_size_S)
     own_LS = ms_2SX[..., : case.job.layers].sum(axis=0).T
     place_S = case.where.micro_batch_of_S
     own_LJ = np.stack([np.bincount(place_S, own_S, case.job.places) for own_S in own_LS])

@@ -33,20 +33,18 @@ def simulate(times: OperationTimes) -> tuple[tuple[Event, ...], ...]:
     Where ranks share a micro-batch, each rank's operation ends when it has taken its own time.
 
     Raises:
-        PlanError: a time is negative or not finite, or ranks do not divide into lockstep groups.
+        PlanError: a time is negative or not finite.
     """
     if not np.isfinite(times.ms_OR).all() or times.ms_OR.min(initial=0.0) < 0:
         raise PlanError("a time of the pipeline is negative or not finite")
-    groups = times.by_lockstep_group
-    graph, members = groups.graph, groups.members
-    end_OX = graph.finish_OX(graph.durations_OX(members.in_order(groups.ms_OR)), members)
+    graph, members = times.graph, times.members
+    end_OX = graph.finish_OX(graph.durations_OX(members.in_order(times.ms_OR)), members)
     # Operations begin when their inputs have ended, on all ranks that share them.
     start_OX = end_OX[np.stack([graph.before_O, *graph.inputs])].max(axis=0)
     members.maximum(start_OX)
     runs_as = np.argsort(graph.run_O)[graph.order.on_stage_PO.reshape(-1)]
     starts, ends = (
-        np.repeat(members.back_in_order(each_OX[runs_as]), times.lockstep_ranks, axis=1).T.tolist()
-        for each_OX in (start_OX, end_OX)
+        members.back_in_order(each_OX[runs_as]).T.tolist() for each_OX in (start_OX, end_OX)
     )
     running = [
         (stage, operation)

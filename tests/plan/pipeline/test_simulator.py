@@ -13,6 +13,7 @@ from plan.plan_cases import flat, longest_through, random_cp_sizes, shared_times
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.errors import PlanError
+from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
@@ -121,8 +122,9 @@ def waiting_times(sizes, shape, seed):
     times = shared_times((ranks, positions, stages, chunks), cp_sizes_RM, seed)
     name = schedule_name(stages, chunks)
     naive = oracle.waiting_pipelines(*times.tolist(), cp_sizes_RM.tolist(), name, lockstep)
+    of_groups = times.reshape(2, -1, lockstep, *times.shape[2:]).max(axis=2)
     found = OperationTimes.of_micro_batches(
-        times, cp_sizes_RM, megatron_order, lockstep_ranks=lockstep
+        of_groups, cp_sizes_of_groups(cp_sizes_RM, lockstep), megatron_order
     )
     return found, naive
 
@@ -138,21 +140,18 @@ def test_ranks_of_a_lockstep_group_begin_and_end_together(sizes, shape, seed):
     times, naive = waiting_times(sizes, shape, seed)
     found = {
         (rank, e.stage, e.direction[0].upper(), e.chunk, e.micro_batch): (e.start_ms, e.end_ms)
-        for rank, events in enumerate(simulate(times))
+        for group, events in enumerate(simulate(times))
+        for rank in range(group * sizes[1], (group + 1) * sizes[1])
         for e in events
     }
     assert found.keys() == naive.keys()
     for place, span in naive.items():
         assert found[place] == pytest.approx(span, abs=1e-9)
     ends_R = [max(end for key, (_, end) in naive.items() if key[0] == r) for r in range(sizes[0])]
-    assert makespans_ms(times) == pytest.approx(ends_R, rel=1e-12)
+    assert np.repeat(makespans_ms(times), sizes[1]) == pytest.approx(ends_R, rel=1e-12)
 
 
 @pytest.mark.parametrize(("ranks", "lockstep", "cp_size"), [(4, 3, 1), (6, 3, 2), (12, 6, 4)])
 def test_lockstep_groups_that_micro_batches_straddle_are_refused(ranks, lockstep, cp_size):
-    cp_sizes_RM = np.full((ranks, 2), cp_size)
-    times = OperationTimes.of_micro_batches(
-        np.ones((2, ranks, 2, 1, 2)), cp_sizes_RM, megatron_order, lockstep_ranks=lockstep
-    )
     with pytest.raises(PlanError, match=f"lockstep groups of {lockstep} ranks"):
-        makespans_ms(times)
+        cp_sizes_of_groups(np.full((ranks, 2), cp_size), lockstep)

@@ -35,20 +35,20 @@ SHAPES = st.sampled_from(
 @dataclass(frozen=True, kw_only=True)
 class Case:
     costs: StepCosts
-    sample_2SC: np.ndarray
+    sample_2SX: np.ndarray
     rules: Rules
     start: Arrangement
 
     @property
     def contents(self) -> Contents:
-        return Contents(self.costs, self.sample_2SC)
+        return Contents(self.costs, self.sample_2SX)
 
     @property
     def weights_S(self) -> np.ndarray:
-        return self.sample_2SC.sum(axis=(0, 2))
+        return self.sample_2SX.sum(axis=(0, 2))
 
     def ms_R(self, where: Arrangement) -> np.ndarray:
-        return makespans_ms(self.costs.micro_batch_ms(self.sample_2SC, where))
+        return makespans_ms(self.costs.micro_batch_ms(self.sample_2SX, where))
 
     def check(self, where: Arrangement) -> None:
         """Every sample once; every micro-batch obeys the rules."""
@@ -101,7 +101,7 @@ def random_case(shape, max_cp_size, seed, *, size=2, cap_over_start=1.2, slow=Tr
     per_rank = np.bincount(place_S, lengths, minlength=job.places) / cp_sizes_RM.reshape(-1)
     return Case(
         costs=costs,
-        sample_2SC=costs.sample_ms(np.full((job.layers, len(lengths)), 8)),
+        sample_2SX=costs.sample_ms(np.full((job.layers, len(lengths)), 8)),
         rules=Rules(
             cap_tokens=int(np.ceil(cap_over_start * per_rank.max())), max_cp_size=max_cp_size
         ),

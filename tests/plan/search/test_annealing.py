@@ -18,7 +18,6 @@ from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.lockstep_times import group_times
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.annealing import _Annealing, anneal
 from sparsebalance_megatron.plan.search.balance import arrival
@@ -31,13 +30,13 @@ from sparsebalance_megatron.plan.step_costs import step_costs
 
 def annealed(case, plan_ms, **limits):
     return anneal(
-        case.start, case.costs, case.sample_2SC, rules=case.rules, plan_ms=plan_ms, **limits
+        case.start, case.costs, case.sample_2SX, rules=case.rules, plan_ms=plan_ms, **limits
     )
 
 
 def begun(case, work_2SX=None):
     """A search that has made no move."""
-    contents = Contents(case.costs, case.sample_2SC if work_2SX is None else work_2SX)
+    contents = Contents(case.costs, case.sample_2SX if work_2SX is None else work_2SX)
     effort = SearchEffort(plan_ms=100.0)
     return _Annealing(case.start, case.costs.job, contents, case.weights_S, case.rules, effort)
 
@@ -95,16 +94,15 @@ def test_lockstep_groups_take_what_their_slowest_members_take(seed, shape, max_c
     case = replace(
         case,
         costs=costs,
-        sample_2SC=costs.sample_ms(budgets_LS),
+        sample_2SX=costs.sample_ms(budgets_LS),
         rules=replace(case.rules, lockstep_ranks=2),
     )
-    search = begun(case, costs.by_layer.ms_2SX(budgets_LS))
+    search = begun(case)
     for _ in range(4):
         search._round()
         where = Arrangement.of_places(search.state.place_S, search.state.cp_sizes_RM.copy())
         case.check(where)
-        times = group_times(case.costs, budgets_LS, where)
-        assert search.ms_R == pytest.approx(makespans_ms(times), rel=1e-9)
+        assert search.ms_R == pytest.approx(np.repeat(case.ms_R(where), 2), rel=1e-9)
 
 
 @pytest.mark.parametrize("shape", [((4, 4, 2, 1), 1), ((4, 4, 2, 1), 4), ((4, 1, 1, 1), 2)])
@@ -187,7 +185,7 @@ def small_case(shape, samples, seed, *, max_cp_size):
     costs = step_costs(lengths, case.costs.job, cost_model(), StageScales.ones(shape[2]))
     return Case(
         costs=costs,
-        sample_2SC=costs.sample_ms(np.full((costs.job.layers, samples), 8)),
+        sample_2SX=costs.sample_ms(np.full((costs.job.layers, samples), 8)),
         rules=replace(case.rules, cap_tokens=int(0.7 * lengths.sum()), max_cp_size=max_cp_size),
         start=placed(np.arange(samples) % places, costs.job),
     )
@@ -200,9 +198,9 @@ def test_a_micro_batch_is_not_filled_by_a_token_too_much():
     job = job_shape(2, 1)
     scales = StageScales.of(np.ones((2, 1, 1)), np.array([[2.0], [1.0]]))
     costs = step_costs(lengths, job, cost_model(), scales)
-    sample_2SC = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
+    sample_2SX = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
     for cap, expected in ((5000, [4001, 5000]), (5001, [4000, 5001])):
-        found = anneal(start, costs, sample_2SC, rules=Rules(cap_tokens=cap), plan_ms=20.0)
+        found = anneal(start, costs, sample_2SX, rules=Rules(cap_tokens=cap), plan_ms=20.0)
         tokens = [sum(lengths[sample] for sample in held) for (held,) in found.samples]
         assert tokens == expected
 
@@ -211,11 +209,11 @@ def placement_and_ms(plan_ms, seed=5, **limits):
     job = job_shape(4, 6, 4)
     lengths = random_lengths(48, seed, longest=60000)
     costs = step_costs(lengths, job, cost_model(), StageScales.ones(4))
-    sample_2SC = costs.sample_ms(np.full((job.layers, 48), 8))
+    sample_2SX = costs.sample_ms(np.full((job.layers, 48), 8))
     start = Arrangement.of_placement(arrival(lengths, job, 1 << 40))
     rules = Rules(cap_tokens=1 << 40)
-    found = anneal(start, costs, sample_2SC, rules=rules, plan_ms=plan_ms, **limits)
-    return found.samples, makespans_ms(costs.micro_batch_ms(sample_2SC, found)).max()
+    found = anneal(start, costs, sample_2SX, rules=rules, plan_ms=plan_ms, **limits)
+    return found.samples, makespans_ms(costs.micro_batch_ms(sample_2SX, found)).max()
 
 
 def test_more_effort_finds_better_placements():

@@ -21,7 +21,6 @@ from plan.plan_cases import (
 )
 
 from sparsebalance_megatron.cost.model import StageScales
-from sparsebalance_megatron.plan.lockstep_times import group_times, own_times
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -46,12 +45,13 @@ def test_layers_and_what_is_outside_them_are_the_costs_of_chunks(seed, shape, cp
     costs = costs_of(shape, seed)
     cp_size_S = np.full(5, min(cp_size, shape[0]))
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (costs.job.layers, 5))
+    alone = replace(costs, job=replace(costs.job, lockstep_ranks=1))
     found_2SX, expected_2SC = (
-        columns.at_cp_size(columns.ms_2SX(budgets_LS), cp_size_S)
-        for columns in (costs.by_layer, costs.by_chunk)
+        each.at_cp_size(each.sample_ms(budgets_LS), cp_size_S) for each in (costs, alone)
     )
     found_2SC = np.zeros_like(expected_2SC)
-    np.add.at(found_2SC, (..., costs.by_layer.chunk_of_X), found_2SX)
+    np.add.at(found_2SC, (..., costs.chunk_of_X), found_2SX)
+    np.testing.assert_allclose(costs.by_chunk(found_2SX), found_2SC, rtol=1e-12)
     np.testing.assert_allclose(found_2SC, expected_2SC, rtol=1e-12)
 
 
@@ -60,7 +60,7 @@ def test_costs_of_groups_are_those_of_samples_that_all_their_ranks_share(seed, s
     whole = costs_of(shape, seed)
     whole = replace(whole, job=replace(whole.job, context_parallel_size=2, lockstep_ranks=1))
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (whole.job.layers, 5))
-    expected_2SC = whole.by_chunk.at_cp_size(whole.sample_ms(budgets_LS), np.full(5, 2))
+    expected_2SC = whole.at_cp_size(whole.sample_ms(budgets_LS), np.full(5, 2))
     found_2SC = whole.of_groups.sample_ms(budgets_LS)
     np.testing.assert_allclose(found_2SC, expected_2SC, rtol=1e-12)
 
@@ -81,8 +81,9 @@ def placed_case(shape, seed, lockstep_ranks, widest):
 
 def naive_2RPVM(costs, budgets_LS, where):
     """A group takes, layer by layer, what its slowest member takes; on the slowest device, what a
-    micro-batch costs whatever it holds and what the mean member has of experts."""
-    job, size = costs.job, costs.job.lockstep_ranks
+    micro-batch costs whatever it holds and what the mean member has of experts. Of ranks that share
+    a micro-batch all are as slow as the slowest."""
+    job, ranks = costs.job, costs.job.lockstep_ranks
     held = {}
     for first, positions in enumerate(where.samples):
         for position, samples in enumerate(positions):
@@ -96,17 +97,19 @@ def naive_2RPVM(costs, budgets_LS, where):
     def own_ms(direction, rank, position, column):
         samples, cp_size = held[rank, position]
         cp_size_S = np.full(len(costs.lengths_tokens_S), cp_size)
-        ms_2SX = costs.by_layer.at_cp_size(costs.by_layer.ms_2SX(budgets_LS), cp_size_S)
+        ms_2SX = costs.at_cp_size(costs.sample_ms(budgets_LS), cp_size_S)
         return sum(ms_2SX[direction, sample, column] for sample in samples)
 
     for direction in (0, 1):
         for rank, position in np.ndindex(job.data_parallel_size, job.micro_batches):
-            group = range(rank - rank % size, rank - rank % size + size)
+            group = range(rank - rank % ranks, rank - rank % ranks + ranks)
             for chunk in range(costs.chunks):
-                stage = chunk // job.virtual_stages
-                slowness = [costs.slowness_RP[each, stage] for each in group]
-
-                own, experts = np.split(costs.by_layer.chunk_of_X, [costs.by_layer.own])
+                stage, slowness = chunk // job.virtual_stages, []
+                for each in group:
+                    size = held[each, position][1]
+                    first = each - each % size
+                    slowness.append(costs.slowness_RP[first : first + size, stage].max())
+                own, experts = np.split(costs.chunk_of_X, [costs.own])
                 ms = sum(
                     max(
                         slow * own_ms(direction, each, position, column)
@@ -125,10 +128,9 @@ def naive_2RPVM(costs, budgets_LS, where):
 def test_a_group_takes_the_sum_over_layers_of_its_slowest_member(seed, shape, widest):
     lockstep_ranks = 2 if shape[0] < 4 else int(np.random.default_rng(seed).choice([2, 4]))
     costs, budgets_LS, where = placed_case(shape, seed, lockstep_ranks, widest)
-    times = group_times(costs, budgets_LS, where)
-    assert times.lockstep_ranks == lockstep_ranks
-    expected_2RPVM = naive_2RPVM(costs, budgets_LS, where)
-    np.testing.assert_allclose(times.by_micro_batch_2RPVM, expected_2RPVM, rtol=1e-11)
+    times = costs.micro_batch_ms(costs.sample_ms(budgets_LS), where)
+    found_2RPVM = np.repeat(times.by_micro_batch_2RPVM, lockstep_ranks, axis=1)
+    np.testing.assert_allclose(found_2RPVM, naive_2RPVM(costs, budgets_LS, where), rtol=1e-11)
 
 
 @given(
@@ -137,24 +139,21 @@ def test_a_group_takes_the_sum_over_layers_of_its_slowest_member(seed, shape, wi
     st.integers(0, 2**32 - 1),
 )
 def test_experts_of_a_rank_compute_an_equal_share_of_its_groups_samples(shape, members, seed):
-    ranks, positions, stages, chunks = shape
+    ranks, positions, _, chunks = shape
     members = min(members, ranks)
-    costs, _, where = placed_case(shape, seed, members, 1)
-    micro_batch_of_S, slowness_RP = where.micro_batch_of_S, costs.slowness_RP
-    times_2RPVM = np.random.default_rng(seed).uniform(
-        100.0, 200.0, (2, ranks, stages, chunks, positions)
-    )
-    found = own_times(costs, times_2RPVM, where)
-    for place in np.ndindex(times_2RPVM.shape):
-        direction, rank, stage, chunk, position = place
-        # Of every rank, at this position.
-        experts_R = [
-            costs.together_2SC[
-                direction, micro_batch_of_S == each * positions + position, stage * chunks + chunk
-            ].sum()
-            for each in range(ranks)
-        ]
+    costs, budgets_LS, where = placed_case(shape, seed, members, 1)
+    sample_2SX, micro_batch_of_S = costs.sample_ms(budgets_LS), where.micro_batch_of_S
+    found = costs.own_ms_2RPVM(sample_2SX, where)
+    held_2JX = np.zeros((2, costs.job.places, sample_2SX.shape[2]))
+    for direction in range(2):
+        np.add.at(held_2JX[direction], micro_batch_of_S, sample_2SX[direction])
+    held_2RMX = held_2JX.reshape(2, ranks, positions, -1)
+    for direction, rank, stage, chunk, position in np.ndindex(found.shape):
+        number = stage * chunks + chunk
+        own = np.flatnonzero(costs.chunk_of_X[: costs.own] == number)
         first = rank - rank % members
-        share = np.mean(experts_R[first : first + members])
-        expected = times_2RPVM[place] + slowness_RP[rank, stage] * (share - experts_R[rank])
-        assert found[place] == pytest.approx(expected)
+        experts = held_2RMX[direction, first : first + members, position, costs.own + number]
+        expected = held_2RMX[direction, rank, position, own].sum() + experts.mean()
+        expected += costs.constant_2C[direction, number]
+        expected *= costs.slowness_RP[rank, stage]
+        assert found[direction, rank, stage, chunk, position] == pytest.approx(expected)
