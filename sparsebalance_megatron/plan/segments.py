@@ -159,8 +159,10 @@ def _segments(
         until_U = np.cumsum(tokens_U)
         first_M = np.cumsum(segments_M) - segments_M
         so_far_U = until_U - np.repeat((until_U - tokens_U)[first_M], segments_M)
-        received_U1 = (so_far_U * costs.received_W[cp_size_U])[:, None]
-        ms += received_U1 * costs.by_chunk.exchange_2X[:, None]
+        whole_M = segments_M == 1
+        share_2M = np.where(whole_M, costs.received_2W[:, cp_size_M], costs.received_W[cp_size_M])
+        received_2U = so_far_U * np.repeat(share_2M, segments_M, axis=1)
+        ms += received_2U[..., None] * costs.by_chunk.exchange_2X[:, None]
     if (costs.slowness_RP != 1.0).any():
         ranks = zip(first_rank_M.tolist(), cp_size_M.tolist(), strict=True)
         slowest_MP = [costs.slowness_RP[rank : rank + size].max(axis=0) for rank, size in ranks]

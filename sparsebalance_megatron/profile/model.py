@@ -411,7 +411,7 @@ def _exchange(
     kernel = ExchangingKernel(exchange=group.exchange, sequence=held, kernel=_NoAttention())
 
     def forward() -> Tensor:
-        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, selection, 1.0, kernel, None)
+        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, selection, 1.0, kernel)
         return out_THF
 
     gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])

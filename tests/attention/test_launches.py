@@ -131,7 +131,7 @@ def test_covered_documents_take_one_kernel(tokens: list[int]) -> None:
         )
         q, k, v, dout = _drawn(sum(tokens), 32, 8, 8, 32)
         with torch.no_grad(), NoTraffic(), forward, forward.of_triton():
-            attention._attend(q, k, v, context, None)
+            attention._attend(q, k, v, context)
             lists = Selection.of_documents(context.layout)
             out, lse = dense.forward(q, k, v, lists, softmax_scale=SCALE)
         with NoTraffic(), backward, backward.of_triton():
@@ -167,7 +167,7 @@ def test_covered_documents_take_flash_attention_4_where_it_serves(
         )
         q, k, v = _drawn(8192, 32, 8, 8)
         with torch.no_grad(), NoTraffic(), launches:
-            attention._attend(q, k, v, context, None)
+            attention._attend(q, k, v, context)
     (named,) = given
     assert named["max_seqlen_q"] == 5192 and named["causal"] is True
     # The bounds of documents, once a micro-batch.
