@@ -30,7 +30,7 @@ EvaluationAttention = Literal["sparse", "dense"]
 ContextParallel = Literal["static", "dynamic"]
 Positions = Literal["planned", "fixed"]
 Planning = Literal["ahead", "on-demand"]
-AttentionImplementation = Literal["auto", "triton", "blocks", "tokens", "reference"]
+AttentionImplementation = Literal["auto", "triton", "fa4", "blocks", "tokens", "reference"]
 DenseAttention = Literal["auto", "fa4", "model", "torch"]
 Router = Literal["auto", "triton", "torch"]
 CountedDevice = Literal["a100", "h100", "h200", "b200"]
@@ -134,8 +134,9 @@ class SparseBalanceConfig:
     selection keeps first tokens itself. Choose 0 for MoBA's own rule."""
 
     attention: AttentionImplementation = "auto"
-    """Attention implementation. On CUDA auto takes triton, or gathered blocks or tokens where that
-    does not serve. Name one to compare or to debug: it never falls back."""
+    """Attention implementation. On CUDA auto takes whom the cost table found fastest of fa4
+    (FlashAttention-4, extra fa4) and triton, without one triton, or gathered blocks or tokens where
+    that does not serve. Name one to compare or to debug: it never falls back."""
 
     dense_attention: DenseAttention = "auto"
     """Who attends to dense documents: on CUDA FlashAttention-4 (extra fa4), the model's own
@@ -330,7 +331,8 @@ class SparseBalanceConfig:
     def model_may_attend(self) -> bool:
         """Whether the model's own attention may run for dense documents, if it takes packed
         sequences: where it is named, or no other kernel is."""
-        return self.dense_attention == "model" or self.dense_attention == self.attention == "auto"
+        lists = self.attention in ("auto", "fa4")
+        return self.dense_attention == "model" or (self.dense_attention == "auto" and lists)
 
     @property
     def attends_by_lists(self) -> bool:

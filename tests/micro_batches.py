@@ -7,6 +7,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
 from sparsebalance_megatron.megatron.packed_seq_params import (
     BudgetedPackedSeqParams,
     local_micro_batches,
@@ -25,9 +26,10 @@ def params_with(
     device: torch.device = CPU,
     step: int = -1,
     dense: Sequence[int] = (),
+    sequence: SequenceSlice | None = None,
 ) -> BudgetedPackedSeqParams:
     """A sequence of all samples, observed; ``padding`` tokens are one more document. ``dense``: so
-    many first documents each layer attends to densely."""
+    many first documents each layer attends to densely; ``sequence``: what this rank holds."""
     plan = MicroBatchPlan(
         samples=tuple(range(len(lengths))),
         lengths_tokens=tuple(lengths),
@@ -38,6 +40,6 @@ def params_with(
     )
     boundaries = tuple(accumulate([*lengths, *([padding] if padding else [])], initial=0))
     (micro_batch,) = local_micro_batches(
-        plan, boundaries, [None], block_size=BLOCK, observe=True, device=device, step=step
+        plan, boundaries, [sequence], block_size=BLOCK, observe=True, device=device, step=step
     )
     return micro_batch.params()

@@ -52,7 +52,7 @@ IMPORT_RULES = {
     "learn": ImportRule(outside=("msgspec", "numpy"), inside=("learn", "plan", "cost")),
     "cost": ImportRule(outside=("msgspec", "numpy", "scipy"), inside=("cost",)),
     "attention": ImportRule(
-        outside=("flash_attn", "numpy", "torch", "triton"), inside=("attention",)
+        outside=("cutlass", "flash_attn", "numpy", "torch", "triton"), inside=("attention",)
     ),
     "megatron": ImportRule(
         outside=("megatron", "msgspec", "numpy", "torch"),

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.device import copied_to
-from sparsebalance_megatron.attention.kernels import blocks, dense, fa4, reference, tokens, triton
+from sparsebalance_megatron.attention.kernels import (
+    blocks,
+    dense,
+    fa4,
+    fa4_lists,
+    reference,
+    tokens,
+    triton,
+)
 from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
@@ -26,6 +34,7 @@ from sparsebalance_megatron.config import (
 
 KERNELS: Mapping[str, Kernel] = {
     "triton": triton,
+    "fa4": fa4_lists,
     "blocks": blocks,
     "tokens": tokens,
     "reference": reference,
@@ -128,6 +137,8 @@ def block_sparse_attention(
             - "triton": kernels, for every selection on CUDA; blocks of at least 16 tokens, a power
               of two, head dims up to 256, no float64. Deterministic, and without a host
               synchronisation.
+            - "fa4": FlashAttention-4, for lists that a block of queries shares, on Hopper and
+              Blackwell; results do not repeat bit by bit.
             - "blocks": gathered blocks through torch's products, for selections by query block;
               "tokens": gathered tokens, for selections by token. On CUDA the host waits for them.
             - "reference": masked dense attention, for every selection, in time quadratic in a

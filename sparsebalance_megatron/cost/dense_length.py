@@ -44,7 +44,9 @@ def with_dense_length(
     config: SparseBalanceConfig, cost: CostModel, longest_tokens: int
 ) -> SparseBalanceConfig:
     """The choices with a number in place of ``dense_up_to`` auto: 0 for kernels that were named for
-    their lists; and with the kernel that the costs were measured with in place of auto."""
+    their lists; and with the kernels that the costs were measured with in place of auto."""
+    if config.attention == "auto" != cost.list_kernel:
+        config = replace(config, attention=cost.list_kernel)
     if config.dense_attention == "auto" and cost.dense_kernel is not None:
         config = replace(config, dense_attention=cost.dense_kernel)
     if config.dense_up_to != "auto":

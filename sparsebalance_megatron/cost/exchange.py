@@ -50,8 +50,8 @@ class Exchange:
             256 tokens lose 1 to 3 % where most tokens are in long documents, up to 7 % elsewhere.
         repeated: whether backward repeats what forward exchanges, as recomputation does.
         query_heads, kv_heads: of a tensor-parallel rank.
-        heads_within: most ranks between which the heads of documents travel that are attended to
-            densely (:mod:`..attention.sequence.heads`); more gather keys and values.
+        heads_within: most ranks between which heads travel (:mod:`..attention.sequence.heads`);
+            more gather keys and values.
     """
 
     bytes_per_token: float = 0.0
@@ -86,7 +86,8 @@ class Exchange:
         return 2 if self.repeated and direction is Direction.BACKWARD else 1
 
     def received_share(self, cp_size: int) -> float:
-        """Part of ``ms_per_token`` that a micro-batch takes: (c - 1) / c, times its slowness."""
+        """Part of ``ms_per_token`` that a micro-batch takes whose keys and values are gathered:
+        (c - 1) / c, times its slowness."""
         if cp_size == 1:
             return 0.0
         wider = (factor for known, factor in self.cp_size_slowness if known >= cp_size)
@@ -117,6 +118,15 @@ class Exchange:
         """Whether heads travel between 2, 4, ... and so many ranks."""
         sizes = (1 << power for power in range(most_ranks.bit_length()))
         return all(self.heads_obstacle(size) is None for size in sizes)
+
+    def lists_by_heads(self, cp_size: int) -> bool:
+        """Whether heads travel for documents that are attended to by lists, too: members select as
+        one rank would where each has all query heads of its KV heads, and gathers take longer."""
+        if cp_size == 1 or self.heads_obstacle(cp_size) or self.kv_heads % cp_size:
+            return False
+        passes = sum(map(self.times, Direction))
+        gathered = sum(map(self.ms_per_token, Direction)) * self.received_share(cp_size)
+        return passes * self.heads_ms_per_token(cp_size) < gathered
 
     def heads_ms_per_token(self, cp_size: int) -> float:
         """Ms per token and layer in which heads travel there and outputs back, once."""

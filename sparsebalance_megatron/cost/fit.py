@@ -147,6 +147,7 @@ def fit_cost_model(table: CostTable) -> CostModel:
         source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
         f"{identity.dtype} ({versions})",
         device=identity.device,
+        list_kernel=table.list_kernel,
         dense_kernel=table.dense_kernel,
     )
 

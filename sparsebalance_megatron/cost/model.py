@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 from sparsebalance_megatron.config import (
     DEFAULT_COUNTED_DEVICE,
     DEFAULT_SELECTION,
+    AttentionImplementation,
     CountedDevice,
     DenseAttention,
 )
@@ -118,7 +119,8 @@ class CostModel:
     """ms per unit of every feature, in the order of :data:`.FEATURES`; parts of a layer per layer.
 
     ``source``: where the numbers come from. ``efficiency``: at which operations were counted; None
-    where they were measured. ``dense_kernel``: by which dense attention was measured, if it was.
+    where they were measured. ``list_kernel``, ``dense_kernel``: by which attention to lists, and
+    dense attention, was measured, if it was.
     """
 
     block_size: int
@@ -129,6 +131,7 @@ class CostModel:
     exchange: Exchange = field(default=Exchange())
     segments: SegmentCost = field(default=SegmentCost())
     efficiency: Efficiency | None = None
+    list_kernel: AttentionImplementation = "auto"
     dense_kernel: DenseAttention | None = None
     device: str = "an unknown device"
 

@@ -11,7 +11,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from sparsebalance_megatron.config import DenseAttention, check_range, flag_name
+from sparsebalance_megatron.config import (
+    AttentionImplementation,
+    DenseAttention,
+    check_range,
+    flag_name,
+)
 from sparsebalance_megatron.cost.parts import (
     NEVER_TIMED,
     OF_EVERY_MODEL,
@@ -203,8 +208,8 @@ class CostTable:
     """Measurements and what they were measured on.
 
     ``exchanges``: none in a table of one rank. ``segments``: None leaves the defaults.
-    ``dense_kernel``: who computed dense attention, the fastest that served. ``threads``:
-    of the host. ``path``: where the table was read from.
+    ``list_kernel``, ``dense_kernel``: who attended to lists, and densely, the fastest that served.
+    ``threads``: of the host. ``path``: where the table was read from.
     """
 
     identity: RunIdentity
@@ -214,6 +219,7 @@ class CostTable:
     rows: tuple[CostRow, ...]
     exchanges: tuple[ExchangeRow, ...] = ()
     segments: SegmentCost | None = None
+    list_kernel: AttentionImplementation = "auto"
     dense_kernel: DenseAttention = "torch"
     format_version: Literal[1] = 1
     path: str | None = field(default=None, compare=False)

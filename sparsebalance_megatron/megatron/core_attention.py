@@ -195,7 +195,11 @@ class BudgetedCoreAttention(MegatronModule):
         q_THD, k_TGD, v_TGF = (
             (x if x.ndim == 3 else x[:, 0])[:tokens] for x in (query, key, value)
         )
-        out_T = self._attend(q_THD, k_TGD, v_TGF, context)
+        if context.sequence is not None and context.sequence.group.lists_by_heads:
+            of_member = partial(self._attend, context=context.of_member)
+            out_T = context.travelling.attend((q_THD, k_TGD, v_TGF), of_member).flatten(1)
+        else:
+            out_T = self._attend(q_THD, k_TGD, v_TGF, context)
         if padding:
             out_T = torch.nn.functional.pad(out_T, (0, 0, 0, padding))
         return out_T if thd else out_T[:, None]
@@ -291,21 +295,15 @@ class BudgetedCoreAttention(MegatronModule):
         self, qkv: Sequence[Tensor], layout: PackedLayout, context: LocalMicroBatch
     ) -> Tensor:
         """out_THF of the documents of a layout."""
+        if context.sequence is not None:
+            travelling = TravellingHeads(context.sequence, layout.tokens)
+            return travelling.attend(
+                qkv, lambda *qkv: self._attend_densely(qkv, layout, context.of_member)
+            )
         if self.attends_by_model(qkv[0], qkv[2], layout):
             return self.attended_by_model(qkv, layout, context)
         kernel = self._options.config.dense_attention
-        attend = partial(dense_attention, layout=layout, kernel=kernel)
-        sequence = context.sequence
-        if sequence is None or sequence.group.members == 1:
-            return self._attended(attend, qkv)
-        q_THD, k_TGD, v_TGF = qkv
-        heads, member = q_THD.shape[1] // sequence.group.members, sequence.group.member
-
-        def of_member(*qkv: Tensor) -> Tensor:
-            return self._attended(attend, qkv, slice(member * heads, (member + 1) * heads))
-
-        travelling = TravellingHeads(sequence, layout.tokens)
-        return travelling.attend((q_THD, k_TGD, v_TGF), of_member)
+        return self._attended(partial(dense_attention, layout=layout, kernel=kernel), qkv, context)
 
     def attends_by_model(self, q_THD: Tensor, v_TGF: Tensor, layout: PackedLayout) -> bool:
         """Whether dense documents in one piece run on the model's own attention: where it is named,
@@ -319,7 +317,7 @@ class BudgetedCoreAttention(MegatronModule):
         self, qkv: Sequence[Tensor], layout: PackedLayout, context: LocalMicroBatch
     ) -> Tensor:
         """out_THF of the first documents, of a layout, by the model's own attention."""
-        out_TX = self.own.train(self.training).of_documents(qkv, context, layout)
+        out_TX = self.own.train(self.training).of_documents(*qkv, context=context, layout=layout)
         return out_TX.view(len(out_TX), qkv[0].shape[1], -1)
 
     def _attend_to_lists(
@@ -344,21 +342,21 @@ class BudgetedCoreAttention(MegatronModule):
             )
         implementation = self._options.config.attention
         attend = partial(attend, selection=selection, implementation=implementation)
-        return self._attended(attend, qkv)
+        return self._attended(attend, qkv, context)
 
     def _attended(
         self,
         attend: Callable[..., tuple[Tensor, Tensor]],
         qkv: Sequence[Tensor],
-        heads: slice = slice(None),
+        context: LocalMicroBatch,
     ) -> Tensor:
-        """out_THF from queries, keys and values; ``heads``: of this tensor-parallel rank that these
-        are."""
+        """out_THF from queries, keys and values of the micro-batch's heads."""
         q_THD, k_TGD, v_TGF = qkv
         # The score of the key, of value 0, that --softmax-type adds to the keys of each head.
         sink_H: Tensor | None = None
         if self.config.softmax_type == "learnable":
-            sink_H = self.softmax_offset[heads]
+            group = context.heads_of
+            sink_H = self.softmax_offset.chunk(group.members)[group.member]
         elif self.config.softmax_type != "vanilla":
             sink_H = q_THD.new_zeros(q_THD.shape[1])
         out_THF, _ = attend(q_THD, k_TGD, v_TGF, softmax_scale=self._softmax_scale, sink_H=sink_H)

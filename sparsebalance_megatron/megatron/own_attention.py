@@ -3,7 +3,7 @@
 where ranks share their packed sequence."""
 
 import copy
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
 from sparsebalance_megatron.config import ConfigError, flag_name
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 
@@ -63,39 +62,28 @@ class SharesHeads:
             )
         padding = context.sequence.padding_tokens
         qkv = [(x if x.ndim == 3 else x[:, 0])[: len(x) - padding] for x in (query, key, value)]
-        out_T = self.of_documents(qkv, context, context.layout, **keywords)
+        of_member = partial(
+            self.of_documents, context=context.of_member, layout=context.layout, **keywords
+        )
+        out_T = context.travelling.attend(qkv, of_member).flatten(1)
         if padding:
             out_T = torch.nn.functional.pad(out_T, (0, 0, 0, padding))
         # Multi-latent attention gives three dimensions in either layout.
         return out_T if packed_seq_params.qkv_format == "thd" else out_T[:, None]
 
     def of_documents(
-        self,
-        qkv: Sequence[Tensor],
-        context: LocalMicroBatch,
-        layout: PackedLayout,
-        **keywords: Any,
+        self, *qkv: Tensor, context: LocalMicroBatch, layout: PackedLayout, **keywords: Any
     ) -> Tensor:
-        """[T, H * F] of the first documents of a micro-batch, from what this rank holds of their
-        queries, keys and values.
+        """[T, H * F] of the first documents of a micro-batch, from queries, keys and values of its
+        heads.
 
         Args:
             layout: of these documents.
             keywords: what Megatron gives besides.
         """
-        sequence, params = context.sequence, context.plain_params(layout.documents)
         keywords["attn_mask_type"] = AttnMaskType.padding_causal
-        attention = self._of(1 if sequence is None else sequence.group.members)
-
-        def of_member(*qkv: Tensor) -> Tensor:
-            given = *qkv, None
-            return attention(*given, packed_seq_params=params, **keywords)
-
-        if sequence is None:
-            return of_member(*qkv)
-        q_THD, k_TGD, v_TGF = qkv
-        travelling = TravellingHeads(sequence, layout.tokens)
-        return travelling.attend((q_THD, k_TGD, v_TGF), of_member).flatten(1)
+        keywords["packed_seq_params"] = context.plain_params(layout.documents)
+        return self._of(context.heads_of.members)(*qkv, None, **keywords)
 
     def _of(self, ranks: int) -> Any:
         """Attention of the heads that each of so many ranks has."""

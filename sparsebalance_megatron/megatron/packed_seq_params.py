@@ -10,6 +10,7 @@ Shape legend: S samples of the micro-batch, T tokens of what runs.
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,7 +20,12 @@ from torch import Tensor
 from sparsebalance_megatron.attention.device import copied_to
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.sequence.earlier_segments import MicroBatchSegments
-from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
+from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
+from sparsebalance_megatron.attention.sequence.slice import (
+    SequenceExchange,
+    SequenceGroup,
+    SequenceSlice,
+)
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 STEPS_PER_FULL_OBSERVATION = 8
@@ -64,6 +70,7 @@ class LocalMicroBatch:
         step: the training step; -1 outside of one.
         position: its place in the rank's order.
         sequence: the slice that runs; None where that is the whole packed sequence.
+        heads_of: the ranks that divide the heads of each tensor-parallel rank among them.
         segment: number of the micro-batch's segment that runs; 0 where it has one.
         segments: shared by the segments of a micro-batch; None where it has one.
         padding_documents: the last documents, which are of no sample.
@@ -86,6 +93,7 @@ class LocalMicroBatch:
     position: int = 0
     chunk: int = 0
     sequence: SequenceSlice | None = None
+    heads_of: SequenceGroup = field(default=SequenceGroup())
     segment: int = 0
     segments: MicroBatchSegments | None = None
     padding_documents: int = 0
@@ -104,6 +112,34 @@ class LocalMicroBatch:
         """Whether a layer attends to all documents densely."""
         documents = self.layout.documents if self.documents is None else self.documents
         return self.dense_documents(layer) == documents
+
+    @cached_property
+    def travelling(self) -> TravellingHeads:
+        """The exchange of heads of all documents, where this is of a slice."""
+        assert self.sequence is not None
+        return TravellingHeads(self.sequence, self.layout.tokens)
+
+    @cached_property
+    def of_member(self) -> "LocalMicroBatch":
+        """The whole packed sequence with this member's heads, where this is of a slice; what is
+        observed is noted here."""
+        assert self.sequence is not None
+        return replace(self, sequence=None, heads_of=self.sequence.group)
+
+    def join_observations(self) -> None:
+        """Where each member observed its heads, note the mean of all; collective between them."""
+        group = None if self.sequence is None else self.sequence.group
+        if group is None or not group.lists_by_heads or not self.observations:
+            return
+        seen = self.observations.values()
+        seen_SK = torch.cat([torch.column_stack((x.grid_SK, x.executed_S, x.base_S)) for x in seen])
+        torch.distributed.all_reduce(seen_SK, group=group.process_group)
+        means = (seen_SK / group.members).split(self.layout.documents)
+        for layer, mean_SK in zip(list(self.observations), means, strict=True):
+            *_, executed_S, base_S = mean_SK.unbind(1)
+            self.observations[layer] = CoverageObservation(
+                grid_SK=mean_SK[:, :-2], executed_S=executed_S, base_S=base_S
+            )
 
     def observe_everything(self, layers: Sequence[int], grid_budgets: int) -> None:
         """Note that layers whose attention is the model's own read everything."""

@@ -110,6 +110,7 @@ def make_sequence_groups(
             process_group=group,
             alone=groups[1],
             shares_heads=heads is not None and heads.heads_obstacle(size) is None,
+            lists_by_heads=heads is not None and heads.lists_by_heads(size),
         )
         for size, group in groups.items()
     }

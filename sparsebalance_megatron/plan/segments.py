@@ -156,8 +156,10 @@ def _row_ms(
         ms += np.repeat(dense_MX * more_2M[..., None], segments_M, axis=1)
         until_U = np.cumsum(tokens_U)
         so_far_U = until_U - np.repeat((until_U - tokens_U)[first_M], segments_M)
-        received_U1 = (so_far_U * costs.received_W[cp_size_U])[:, None]
-        ms += received_U1 * costs.exchange_2X[:, None]
+        whole_M = segments_M == 1
+        share_2M = np.where(whole_M, costs.received_2W[:, cp_size_M], costs.received_W[cp_size_M])
+        received_2U = so_far_U * np.repeat(share_2M, segments_M, axis=1)
+        ms += received_2U[..., None] * costs.exchange_2X[:, None]
     # From member by member to segment by segment.
     segments_X = segments_M[::members]
     of_row_U = np.arange(segments_X.sum()) - np.repeat(

@@ -178,10 +178,10 @@ class StepCosts:
         cp_size = self.job.context_parallel_size
         if cp_size == 1:
             return self
-        share, received = self.share_W[cp_size], self.received_W[cp_size]
+        share, received_2 = self.share_W[cp_size], self.received_2W[:, cp_size]
         layer_2CF, outside_2CF = share * self.layer_2CF, share * self.outside_2CF
         layer_2CF[..., SEQUENCES] = self.layer_2CF[..., SEQUENCES]
-        layer_2CF[..., TOKENS] += received * self.exchange_2[:, None]
+        layer_2CF[..., TOKENS] += (received_2 * self.exchange_2)[:, None]
         outside_2CF[..., SEQUENCES] = self.outside_2CF[..., SEQUENCES]
         denser_2CF = self.denser_2CF.copy()
         denser_2CF[..., TOKENS] += self.heads_more_2W[:, cp_size, None] / share
@@ -205,21 +205,35 @@ class StepCosts:
 
     @cached_property
     def received_W(self) -> np.ndarray:
-        """Share of the exchange that a micro-batch takes at cp_size 0 (none) to R."""
+        """Share of the exchange that a micro-batch takes which is gathered, at cp_size 0 (none) to
+        R."""
         cp_sizes = range(1, self.job.data_parallel_size + 1)
         return np.array([0.0, *map(self.exchange.received_share, cp_sizes)])
 
     @cached_property
+    def received_2W(self) -> np.ndarray:
+        """Likewise of one in one piece; where all its heads travel, by what these take."""
+        received_2W = np.tile(self.received_W, (2, 1))
+        for cp_size in filter(self.exchange.lists_by_heads, range(1, len(self.received_W))):
+            received_2W[:, cp_size] = self._heads_2(cp_size) / self.exchange_2
+        return received_2W
+
+    @cached_property
     def heads_more_2W(self) -> np.ndarray:
-        """Ms that a token of a dense document takes more in a layer where heads travel than where
-        keys and values do, at cp_size 0 (none) to R; 0 where they do not travel."""
-        more_2W = np.zeros((2, self.job.data_parallel_size + 1))
-        for cp_size in range(2, self.job.data_parallel_size + 1):
-            if self.exchange.heads_obstacle(cp_size) is None:
-                once = self.exchange.heads_ms_per_token(cp_size)
-                heads = once * np.array([self.exchange.times(each) for each in Direction])
-                more_2W[:, cp_size] = heads - self.exchange_2 * self.received_W[cp_size]
+        """Ms that a token of a dense document takes more in a layer than one of others, where heads
+        travel for it alone, at cp_size 0 (none) to R."""
+        more_2W = np.zeros((2, len(self.received_W)))
+        for cp_size in range(2, len(self.received_W)):
+            exchange = self.exchange
+            if exchange.heads_obstacle(cp_size) is None and not exchange.lists_by_heads(cp_size):
+                gathered_2 = self.exchange_2 * self.received_W[cp_size]
+                more_2W[:, cp_size] = self._heads_2(cp_size) - gathered_2
         return more_2W
+
+    def _heads_2(self, cp_size: int) -> np.ndarray:
+        """Ms that heads of a token travel between so many ranks in a layer."""
+        times_2 = np.array([self.exchange.times(each) for each in Direction])
+        return self.exchange.heads_ms_per_token(cp_size) * times_2
 
     @property
     def pair_2C(self) -> np.ndarray:
@@ -271,13 +285,11 @@ class StepCosts:
         """
         if (cp_size_S == 1).all():
             return sample_2SX
-        share_S1, received_S1 = (
-            self.share_W[cp_size_S][:, None],
-            self.received_W[cp_size_S][:, None],
-        )
+        share_S1 = self.share_W[cp_size_S][:, None]
+        received_2S1 = self.received_2W[:, cp_size_S, None]
         whole_21X = self.sequence_2X[:, None]
         shared_2SX = whole_21X + (sample_2SX - whole_21X) * share_S1
-        on_each_2SX = shared_2SX + self.exchange_2SX * received_S1
+        on_each_2SX = shared_2SX + self.exchange_2SX * received_2S1
         if self.heads_more_2W.any():
             more_2S1 = self.heads_more_2W[:, cp_size_S, None]
             on_each_2SX = on_each_2SX + self.dense_tokens_SX * more_2S1

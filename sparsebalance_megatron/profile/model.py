@@ -23,13 +23,18 @@ from sparsebalance_megatron.attention.api import (
     dense_attention,
     dense_kernel,
 )
+from sparsebalance_megatron.attention.kernels import fa4_lists
 from sparsebalance_megatron.attention.kernels.contract import Attention, Saved, wide_dtype
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
-from sparsebalance_megatron.config import DenseAttention, SparseBalanceConfig
+from sparsebalance_megatron.config import (
+    AttentionImplementation,
+    DenseAttention,
+    SparseBalanceConfig,
+)
 from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.table import ExchangeRow
@@ -89,6 +94,16 @@ class ProfiledModel:
         self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
     @property
+    def list_kernels(self) -> list[AttentionImplementation]:
+        """Who attends to lists: whom the config names, else FlashAttention-4, too, if it serves."""
+        (context,) = self._micro_batches((1,), 1)
+        q_THD, k_TGD, v_TGF = self._queries_keys_values(1)
+        selection = self._select(q_THD, k_TGD, context)
+        named = self._options.config.attention
+        serves = named == "auto" and fa4_lists.obstacle(q_THD, v_TGF, selection) is None
+        return ["fa4", "auto"] if serves else [named]
+
+    @property
     def dense_kernels(self) -> list[DenseAttention]:
         """Who attends to whole documents: whom the config names, else those that serve."""
         chosen = self._options.config
@@ -107,17 +122,17 @@ class ProfiledModel:
         part: Part,
         lengths_tokens: Sequence[int],
         budget_blocks: int,
-        kernel: DenseAttention = "torch",
+        kernel: Any = None,
     ) -> Timed:
-        """A part on a micro-batch of random data, all samples at one budget; dense attention by a
-        kernel."""
+        """A part on a micro-batch of random data, all samples at one budget; attention by one of
+        :attr:`list_kernels` or :attr:`dense_kernels`."""
         (context,) = self._micro_batches(lengths_tokens, budget_blocks)
         tokens = context.layout.tokens
         match part:
             case Part.ATTENTION:
                 qkv = self._queries_keys_values(tokens)
                 selection = self._select(qkv[0], qkv[1], context)
-                return self._attention(qkv, self._by_lists(lambda: selection))
+                return self._attention(qkv, self._by_lists(lambda: selection, kernel))
             case Part.DENSE_ATTENTION:
                 return self._dense_attention(context, kernel)
             case Part.ROUTER:
@@ -175,17 +190,17 @@ class ProfiledModel:
             return self._attention(qkv, partial(dense_attention, layout=layout, kernel=kernel))
         layouts, groups = LayoutPair.within(layout), self._config.num_query_groups
         of_everything = partial(Selection.of_everything, layouts, groups)
-        return self._attention(qkv, self._by_lists(of_everything))
+        return self._attention(qkv, self._by_lists(of_everything, self._options.config.attention))
 
-    def _by_lists(self, selection: Callable[[], Selection]) -> Callable[..., tuple[Tensor, Tensor]]:
-        named = self._options.config.attention
-
+    def _by_lists(
+        self, selection: Callable[[], Selection], implementation: AttentionImplementation
+    ) -> Callable[..., tuple[Tensor, Tensor]]:
         def attend(*qkv: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
             q_THD, k_TGD, v_TGF = qkv
             return block_sparse_attention(
                 *(q_THD, k_TGD, v_TGF, selection()),
                 softmax_scale=softmax_scale,
-                implementation=named,
+                implementation=implementation,
             )
 
         return attend
@@ -411,7 +426,7 @@ def _exchange(
     kernel = ExchangingKernel(exchange=group.exchange, sequence=held, kernel=_NoAttention())
 
     def forward() -> Tensor:
-        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, selection, 1.0, kernel, None)
+        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, selection, 1.0, kernel)
         return out_THF
 
     gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron import __version__
-from sparsebalance_megatron.config import ConfigError, DenseAttention, SparseBalanceConfig
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Part, SegmentCost
 from sparsebalance_megatron.cost.table import CostRow, CostTable, ExchangeRow, RunIdentity
 from sparsebalance_megatron.megatron.arguments import device_type_of
@@ -113,15 +113,22 @@ def profile(
         options = AttentionOptions(replace(config, layer_budgets=None), grid)
         model = ProfiledModel(args, options, device)
     rows: list[CostRow] = []
-    dense: dict[DenseAttention, list[CostRow]] = {name: [] for name in model.dense_kernels}
-    others = {model.dense_kernels[0]: rows}
+    by_kernel: dict[Part, dict[Any, list[CostRow]]] = {
+        Part.ATTENTION: {name: [] for name in model.list_kernels},
+        Part.DENSE_ATTENTION: {name: [] for name in model.dense_kernels},
+    }
     cells = plan_cells(args.seq_length, config, thoroughness, has_experts=model.has_experts)
     for cell in progress(cells):
         for part in cell.parts:
-            for name, found in (dense if part is Part.DENSE_ATTENTION else others).items():
+            for name, found in by_kernel.get(part, {"": rows}).items():
                 timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks, name)
                 found += measure(part, timed, cell, thoroughness, clock)
-    fastest = min(dense, key=lambda name: sum(row.ms_median for row in dense[name]))
+    list_kernel, dense_kernel = (
+        min(found, key=lambda name: sum(row.ms_median for row in found[name]))
+        for found in by_kernel.values()
+    )
+    for part, name in zip(by_kernel, (list_kernel, dense_kernel), strict=True):
+        rows += by_kernel[part][name]
     segments = _measured_segments(model, config, args.seq_length, thoroughness, clock)
     return CostTable(
         identity=identity,
@@ -132,10 +139,11 @@ def profile(
         },
         date=datetime.now(UTC).date().isoformat(),
         threads=threads,
-        rows=(*rows, *dense[fastest]),
+        rows=tuple(rows),
         exchanges=exchanges,
         segments=segments,
-        dense_kernel=fastest,
+        list_kernel=list_kernel,
+        dense_kernel=dense_kernel,
     )
 
 

@@ -60,6 +60,7 @@ class ObservedCoverage:
         """
         pieces, groups, columns = [], [], []
         for context in seen:
+            context.join_observations()
             if not context.counts:
                 continue
             layout = context.layout

@@ -29,6 +29,7 @@ from attention.cases import (
     with_lists,
 )
 from attention.sequence.slices import local_selection, of_members, random_owners, slices_of
+from oracles.flash_attention_4 import emulate
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import budgeted_attention, dense_attention
@@ -47,8 +48,14 @@ if importlib.util.find_spec("triton") is not None:
     ]
 
 
+@pytest.fixture(autouse=True)
+def flash_attention_4_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any dtype, on tiles of half a block."""
+    emulate(monkeypatch)
+
+
 def _every_kind_but(left_out: str) -> pytest.MarkDecorator:
-    pairs = [pytest.param(*pair) for pair in SERVING] + TRITON
+    pairs = [pytest.param(*pair) for pair in [*SERVING, ("previous-block", "fa4")]] + TRITON
     kept = [pair for pair in pairs if not str(pair.values[0]).startswith(left_out)]
     return pytest.mark.parametrize(("granularity", "implementation"), kept)
 

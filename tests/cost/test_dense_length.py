@@ -157,9 +157,14 @@ def test_what_a_table_was_measured_with_runs(tmp_path: Path, measure) -> None:
             warnings.filterwarnings("error", message=".*has times of")
             cost = configured_cost_model(config, measure().identity.shape, {})
         assert with_dense_length(config, cost, 1 << 20).dense_attention == kernel
+        assert with_dense_length(config, cost, 1 << 20).attention == "auto"
         other = replace(config, dense_attention={"torch": "fa4", "fa4": "torch"}[kernel])
         with pytest.warns(UserWarning, match=f"has times of {kernel}"):
             configured_cost_model(other, measure().identity.shape, {})
+    of_lists = replace(cost, list_kernel="fa4")
+    for named, runs in (("auto", "fa4"), ("blocks", "blocks")):
+        chosen = replace(config, attention=named)
+        assert with_dense_length(chosen, of_lists, 1 << 20).attention == runs
 
 
 @pytest.mark.parametrize("text", ["-1", "many", "1.5", "", "1" * 10])

@@ -124,6 +124,22 @@ def test_what_sharing_a_sequence_takes_by_hand() -> None:
     assert [Exchange(loss=0.05).share(width) for width in (1, 2, 4)] == [1.0, 0.525, 0.2625]
 
 
+def test_heads_travel_for_lists_where_that_is_shorter() -> None:
+    """In bfloat16 a gather takes 4 of the keys' and values' bytes forward and backward, and 5 with
+    recomputation; heads take 2 or 3 times (32 + 8) / 8 divided by the ranks."""
+    exchange = replace(Exchange.of(8 * 2 * 128), query_heads=32, kv_heads=8, heads_within=8)
+    for repeated, served in ((False, [4, 8]), (True, [4, 8])):
+        exchange = replace(exchange, repeated=repeated)
+        assert [cp for cp in (1, 2, 4, 8, 16) if exchange.lists_by_heads(cp)] == served
+    received = exchange.heads_ms_per_token(4) / exchange.ms_per_byte / exchange.bytes_per_token
+    assert received == pytest.approx(40 / 8 / 4 * 3 / 4)
+    # Each rank of a group of 2 has all query heads of a KV head, of 4 it has not.
+    latent = replace(exchange, query_heads=8, kv_heads=2)
+    assert [cp for cp in (2, 4, 8) if latent.lists_by_heads(cp)] == []
+    many = replace(exchange, query_heads=8, kv_heads=8, heads_within=4)
+    assert [cp for cp in (2, 4, 8) if many.lists_by_heads(cp)] == [2, 4]
+
+
 def test_measured_exchanges_give_the_time_of_a_byte(measure: Callable[..., CostTable]) -> None:
     """Relative errors count: the time lies between those of the two measurements."""
     assert fit_cost_model(measure()).exchange.ms_per_byte == ms_per_byte(45.0)

@@ -113,7 +113,13 @@ def test_makespans_are_those_of_a_simulation_event_by_event(step, seed):
 def inputs(lengths, *, ranks=2, positions=4, segments=FREE, slow=False, **changes):
     job = job_shape(ranks, positions, stages=STAGES)
     exchange = Exchange(
-        bytes_per_token=512.0, gradient_bytes_per_token=1024.0, ms_per_byte=1e-8, loss=0.05
+        bytes_per_token=512.0,
+        gradient_bytes_per_token=1024.0,
+        ms_per_byte=1e-8,
+        loss=0.05,
+        query_heads=2,
+        kv_heads=2,
+        heads_within=2,
     )
     slowness_RP = np.ones((ranks, STAGES))
     if slow:

@@ -95,12 +95,15 @@ def test_the_faster_kernel_of_whole_documents_is_measured(tmp_path: Path) -> Non
     output = tmp_path / "table.json"
     program = (str(PROGRAMS / "profile_kernels.py"), "--quick", "-o", str(output), "--")
     flags = [*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS]
+    flags += ["--sparse-balance-selection", "previous-block"]
     process = run_program((*program, *flags), tmp_path)
     assert process.returncode == 0, process.stderr[-4000:]
     table = CostTable.load(output)
-    assert table.dense_kernel == "fa4"
-    dense = [row for row in table.rows if row.part is Part.DENSE_ATTENTION]
-    assert len({(row.lengths_tokens, row.direction) for row in dense}) == len(dense) > 0
+    assert table.list_kernel == table.dense_kernel == "fa4"
+    for part in (Part.DENSE_ATTENTION, Part.ATTENTION):
+        rows = [row for row in table.rows if row.part is part]
+        measured = {(row.lengths_tokens, row.budget_blocks, row.direction) for row in rows}
+        assert len(measured) == len(rows) > 0
 
 
 def test_parallel_flags_give_one_ranks_share(tmp_path: Path) -> None:

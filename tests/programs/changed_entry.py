@@ -23,6 +23,7 @@ from megatron.core.transformer.module import MegatronModule  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
+from megatron.training import get_args  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from sparsebalance_megatron.cost.model import CostModel  # noqa: E402
@@ -100,7 +101,13 @@ def make_segments_free() -> None:
 
 
 class OwnAttention(MegatronModule):
-    """Causal attention within the documents of plain packed-sequence parameters."""
+    """Causal attention within the documents of plain packed-sequence parameters.
+
+    Which weights dropout drops follows from the head and from places in the document. Ranks divide
+    nothing but a sequence then.
+    """
+
+    dropped = 0.0
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
@@ -126,12 +133,28 @@ class OwnAttention(MegatronModule):
         parts = []
         for start, end in itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist()):
             q, k, v = (x[start:end].transpose(0, 1)[None] for x in (q_THD, k_TGD, v_TGD))
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self._scale, enable_gqa=True
-            )
+            how = {"is_causal": True, "scale": self._scale, "enable_gqa": True}
+            if self.training and self.dropped:
+                ones = torch.eye(end - start).expand(1, k.shape[1], -1, -1)
+                weights = torch.nn.functional.scaled_dot_product_attention(q, k, ones, **how)
+                group = q.shape[1] // k.shape[1]
+                out = weights * self._kept(*weights.shape[1:3]) @ v.repeat_interleave(group, 1)
+            else:
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **how)
             parts.append(out[0].transpose(0, 1).flatten(1))
         CALLS.append(len(parts))
         return torch.cat(parts)
+
+    def _kept(self, heads: int, tokens: int) -> Tensor:
+        """[H, T, T] factors of the weights of heads of this rank."""
+        members = get_args().num_attention_heads // heads
+        first = torch.distributed.get_rank() % members * heads
+        kept = [
+            torch.rand(tokens, tokens, generator=torch.Generator().manual_seed(head))
+            >= self.dropped
+            for head in range(first, first + heads)
+        ]
+        return torch.stack(kept) / (1.0 - self.dropped)
 
 
 def take_own_attention() -> None:
@@ -148,12 +171,18 @@ def take_own_attention() -> None:
     core_attention.default_layer_spec = own_layer_spec
 
 
+def take_own_attention_with_dropout() -> None:
+    OwnAttention.dropped = 0.2
+    take_own_attention()
+
+
 CHANGES = {
     "marked-norms": mark_norms,
     "counted-experts": count_experts,
     "slow-rank": slow_down_a_rank,
     "free-segments": make_segments_free,
     "own-attention": take_own_attention,
+    "own-dropout": take_own_attention_with_dropout,
 }
 
 if __name__ == "__main__":

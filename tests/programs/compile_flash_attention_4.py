@@ -20,7 +20,7 @@ from fake_cuda import CUDA, NoTraffic, fake_cuda
 from flash_attn.cute import interface, tile_scheduler
 
 from sparsebalance_megatron.attention.api import dense_kernel
-from sparsebalance_megatron.attention.kernels import fa4
+from sparsebalance_megatron.attention.kernels import fa4, fa4_lists
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 
@@ -47,25 +47,36 @@ def layout_of(lengths: list[int]) -> PackedLayout:
     return packed_layout([0, *accumulate(lengths)], 256, CUDA)
 
 
-def attend(
-    lengths: list[int], heads: tuple[int, int], head_dims: tuple[int, int], causal: bool
+def documents(
+    lengths: list[int], heads: tuple[int, int], head_dim: int, kernel: Any, lists: Selection
 ) -> None:
-    """``causal``: queries and keys are of the same tokens; else all are read."""
-    layout = layout_of(lengths)
     how: dict[str, Any] = {"dtype": torch.bfloat16, "device": CUDA}
-    (head_dim, value_dim), tokens = head_dims, sum(lengths)
-    q = torch.empty(tokens, heads[0], head_dim, **how)
-    k, v = (torch.empty(tokens, heads[1], size, **how) for size in head_dims)
-    assert dense_kernel(q, v, layout, "auto") == ("fa4", None)
-    lists = Selection.of_documents(layout, None if causal else layout_of(lengths))
-    for each in (layout, lists.kv_layout):
+    q = torch.empty(sum(lengths), heads[0], head_dim, **how)
+    k, v = (torch.empty(sum(lengths), heads[1], head_dim, **how) for _ in range(2))
+    assert kernel is not fa4 or dense_kernel(q, v, lists.query_layout, "auto") == ("fa4", None)
+    for each in (lists.query_layout, lists.kv_layout):
         each.bounds_S1  # noqa: B018
     with torch.no_grad(), NoTraffic():
-        out, lse = fa4.forward(q, k, v, lists, softmax_scale=SCALE)
-        assert (out.shape, out.dtype) == ((tokens, heads[0], value_dim), q.dtype)
+        out, lse = kernel.forward(q, k, v, lists, softmax_scale=SCALE)
+        assert (out.shape, out.dtype) == (q.shape, q.dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
-        gradients = fa4.backward(torch.empty_like(out), saved(q, k, v, out, lse, lists))
+        gradients = kernel.backward(torch.empty_like(out), saved(q, k, v, out, lse, lists))
     assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
+
+
+def causal(lengths: list[int], kv_heads: int, budget: int) -> Selection:
+    return Selection.of_documents(layout_of(lengths))
+
+
+def rectangles(lengths: list[int], kv_heads: int, budget: int) -> Selection:
+    return Selection.of_documents(layout_of(lengths), layout_of(lengths))
+
+
+def lists(lengths: list[int], kv_heads: int, budget: int) -> Selection:
+    layout = layout_of(lengths)
+    indices = torch.empty(layout.blocks, kv_heads, budget, dtype=torch.int16, device=CUDA)
+    counts = torch.empty(layout.blocks, kv_heads, dtype=torch.int32, device=CUDA)
+    return Selection.within(layout, indices_QCK=indices, counts_QC=counts, by_token=False)
 
 
 def compiled() -> int:
@@ -76,15 +87,17 @@ def compiled() -> int:
 with fake_cuda():
     capability = divmod(int(os.environ["FLASH_ATTENTION_ARCH"].removeprefix("sm_")), 10)
     torch.cuda.get_device_capability = lambda *_: capability
-    for heads, head_dims, causal in (
-        ((16, 2), (128, 128), True),
-        ((16, 2), (128, 128), False),
-        ((4, 4), (64, 64), True),
+    for heads, head_dim, kernel, made in (
+        ((16, 2), 128, fa4, causal),
+        ((16, 2), 128, fa4, rectangles),
+        ((4, 4), 64, fa4, causal),
+        ((16, 2), 128, fa4_lists, lists),
     ):
         before = compiled()
-        attend([3000, 5192], heads, head_dims, causal)
+        documents([3000, 5192], heads, head_dim, kernel, made([3000, 5192], heads[1], 8))
         first = compiled()
         assert first - before == 2, (before, first)
-        attend([1, 700, 300, 65_536], heads, head_dims, causal)
+        others = [1, 700, 300, 65_536]
+        documents(others, heads, head_dim, kernel, made(others, heads[1], 32))
         assert compiled() == first
 print("compiled", compiled())

@@ -46,6 +46,7 @@ PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
 WITH_NORMS = (CHANGED, "marked-norms")
 DRAWN_WIDTHS = (str(PROGRAMS / "shared_micro_batches.py"),)
 OWN_ATTENTION = (CHANGED, "own-attention")
+OWN_DROPOUT = (CHANGED, "own-dropout")
 SHARDED = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 """Megatron refuses FSDP2 where kernels queue up behind one another."""
@@ -85,7 +86,7 @@ class Model(NamedTuple):
 
     ``weights`` names the model whose weights it starts from; ``tolerance`` is relative, of losses
     after the first step; ``data`` are data sets of :func:`documents`, with weights where they are
-    blended.
+    blended; ``program`` trains it on one rank.
     """
 
     flags: tuple[str, ...]
@@ -93,6 +94,7 @@ class Model(NamedTuple):
     weights: str | None = None
     tolerance: float = FEW_ROUNDINGS
     data: str = "any"
+    program: tuple[str, ...] = PROGRAM
 
 
 DENSE_UP_TO = "--sparse-balance-dense-up-to"
@@ -131,6 +133,7 @@ MODELS = {
     ),
     "lengths": Model((*LLAMA, DENSE_UP_TO, "128"), weights="llama"),
     "exact": Model((*LLAMA, *EXACT), "makespan", "llama"),
+    "dropout": Model((*LLAMA, *EXACT), "makespan", "llama", program=OWN_DROPOUT),
     "exact experts": Model(
         *((*LLAMA_YARN, *EXPERTS.split(), "--moe-aux-loss-coeff", "0", *EXACT), "makespan"),
         *("experts", FEW_ROUNDINGS, "even"),
@@ -138,6 +141,7 @@ MODELS = {
     "sinks": Model((*LLAMA, "--softmax-type", "learnable")),
     "exact sinks": Model((*LLAMA, "--softmax-type", "learnable", *EXACT), "makespan", "sinks"),
     "latent": Model(LATENT_LLAMA),
+    "latent lengths": Model((*LATENT_LLAMA, DENSE_UP_TO, "128"), weights="latent"),
     "exact latent": Model((*LATENT_LLAMA, *EXACT), "makespan", "latent"),
     "own latent": Model(
         (*LATENT_LLAMA, *EXACT, "--softmax-type", "vanilla"), "makespan", "latent vanilla"
@@ -235,6 +239,7 @@ SHARED_ROWS = {
     "own-context-interleaved": Layout("exact", 4, f"{CONTEXT} {INTERLEAVED}", OWN_ATTENTION),
     "own-context-sharded": Layout("exact", 2, f"{SHARDED} {CONTEXT}", OWN_ATTENTION),
     "exact-wide-sharded": Layout("exact", 2, f"{SHARDED} {WIDE} {CAPPED}"),
+    "own-context-dropout": Layout("dropout", 4, f"{CONTEXT} {WIDER}", OWN_DROPOUT),
     "own-context4": Layout("exact", 4, f"{WIDER} --context-parallel-size 4", OWN_ATTENTION),
     "own-context-experts": Layout(
         "exact experts", 4, f"{CONTEXT} --expert-model-parallel-size 2", OWN_ATTENTION
@@ -256,6 +261,8 @@ SHARED_ROWS = {
     "lengths-wide4": Layout("lengths", 4, f"{WIDER} {ON_CPU}", DRAWN_WIDTHS),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
     "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
+    # Heads travel for lists, too, since no KV head is shared.
+    "heads-latent": Layout("latent lengths", 4, f"{PIPELINE} {WIDE} {ON_CPU}", DRAWN_WIDTHS),
     "wide-latent": Layout("latent", 4, f"{WIDER} {ON_CPU}", DRAWN_WIDTHS),
     "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
 }
@@ -411,7 +418,10 @@ def one_rank(
     """Every model on a single rank, samples in order of arrival."""
 
     def train(name: str) -> TrainingRun:
-        return _train(1, name, (), documents, weights, "arrival", tmp_path_factory.mktemp("one"))
+        return _train(
+            *(1, name, (), documents, weights, "arrival", tmp_path_factory.mktemp("one")),
+            MODELS[name].program,
+        )
 
     runs = on_two_cores([lambda name=name: train(name) for name in models])
     return dict(zip(models, runs, strict=True))
@@ -516,7 +526,7 @@ def _train(
     run = run_training(
         ranks, flags, log_dir=log_dir, program=program, environment=environment
     ).require_success()
-    assert ("own attention ran" in run.output) == (program == OWN_ATTENTION)
+    assert ("own attention ran" in run.output) == (program[-1].startswith("own-"))
     return run
 
 

@@ -15,7 +15,7 @@ Shape legend: T tokens (of a slice, or of the whole sequence), E values of a tok
 by side, W members.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -48,9 +48,7 @@ class TravellingHeads:
     sequence: SequenceSlice
     tokens: int
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], attention: Callable[..., Tensor]
-    ) -> Tensor:
+    def attend(self, qkv: Sequence[Tensor], attention: Callable[..., Tensor]) -> Tensor:
         """Outputs [T, H, F] of this rank's tokens.
 
         Args:

@@ -35,6 +35,7 @@ class SequenceGroup:
         process_group: of the members.
         alone: a process group of this rank by itself.
         shares_heads: whether documents are attended to densely, each member with its heads.
+        lists_by_heads: whether all documents are, those with lists too.
     """
 
     member: int = 0
@@ -43,6 +44,7 @@ class SequenceGroup:
     process_group: ProcessGroup | None = None
     alone: ProcessGroup | None = None
     shares_heads: bool = False
+    lists_by_heads: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.member < self.members:

@@ -54,8 +54,11 @@ class Contents:
         counts_3S = [np.ones(samples), costs.lengths_tokens_S, costs.blocks_S]
         self.of_sample_SX = np.concatenate([*terms, np.stack(counts_3S, axis=1)], axis=1)
         self._constant, self._sequence = constant.reshape(-1), sequence.reshape(-1)
-        self._share_W, self._received_W = costs.share_W, costs.received_W
-        self._heads_more_WF = np.repeat(costs.heads_more_2W.T, sequence.shape[1], axis=1)
+        self._share_W = costs.share_W
+        self._received_WF, self._heads_more_WF = (
+            np.repeat(values_2W.T, sequence.shape[1], axis=1)
+            for values_2W in (costs.received_2W, costs.heads_more_2W)
+        )
         self._costs = costs
 
     def ms(self, contents: np.ndarray, cp_size: np.ndarray, rank: np.ndarray) -> np.ndarray:
@@ -70,7 +73,7 @@ class Contents:
         ms = contents[..., : self._work_terms] * share
         if cp_size.max(initial=1) > 1:
             exchange, dense = np.split(contents[..., self._work_terms : SEQUENCES], 2, axis=-1)
-            ms += exchange * self._received_W[cp_size][..., None]
+            ms += exchange * self._received_WF[cp_size]
             ms += dense * self._heads_more_WF[cp_size]
         ms += contents[..., SEQUENCES, None] * self._sequence
         ms += self._constant

@@ -17,15 +17,22 @@ REPEATED_ROUNDING = {"float64": 1e-15, "float32": 1e-6, "bfloat16": 8e-3}
 
 
 @functools.cache
-def _reports(members: int) -> list[dict[str, Any]]:
-    """What each member reports."""
+def _all_reports(members: int) -> dict[str, list[dict[str, Any]]]:
+    """What each member reports of documents that are dense, and of lists."""
     with tempfile.TemporaryDirectory() as directory:
         program = (str(PROGRAMS / "heads_rank.py"), directory)
         run_training(members, (), program=program).require_success()
-        return [
-            json.loads((Path(directory) / f"rank{rank}.json").read_text())
-            for rank in range(members)
-        ]
+        return {
+            of: [
+                json.loads((Path(directory) / f"{of}{rank}.json").read_text())
+                for rank in range(members)
+            ]
+            for of in ("rank", "lists")
+        }
+
+
+def _reports(members: int) -> list[dict[str, Any]]:
+    return _all_reports(members)["rank"]
 
 
 @pytest.mark.distributed
@@ -56,6 +63,22 @@ def test_two_exchanges_forward_and_two_backward(members: int) -> None:
     total = sum(report["grouped-float32"]["forward"]["elements"] for report in _reports(members))
     tokens, heads = 100 + 37 + 512 + 8 + 255, 8 * (16 + 16) + max(4, members) * (16 + 16)
     assert total == tokens * (members - 1) * heads // members
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("members", [2, 4])
+def test_lists_are_selected_by_each_member_for_its_heads(members: int) -> None:
+    """Layers with sinks give one rank's outputs, gradients and coverage, beside dense documents and
+    a broken one; the router exchanges nothing."""
+    for report in _all_reports(members)["lists"]:
+        for selection, found in report.items():
+            assert found.pop("calls") == 4, selection
+            for name, error in found.items():
+                if name.endswith("broken"):
+                    assert error, (selection, name)
+                else:
+                    rounding = 1e-6 if name.endswith(("_S", "_SK")) else 1e-12
+                    assert error <= rounding, (selection, name, error)
 
 
 def test_heads_that_cannot_be_dealt_out_are_named() -> None:

@@ -93,7 +93,12 @@ def random_case(shape, max_cp_size, seed, *, size=2, cap_over_start=1.2, slow=Tr
     cost = replace(
         cost_model(),
         exchange=Exchange(
-            bytes_per_token=512.0, ms_per_byte=1e-6, cp_size_slowness=((2, 1.0), (4, 3.0))
+            bytes_per_token=512.0,
+            ms_per_byte=1e-6,
+            cp_size_slowness=((2, 1.0), (4, 3.0)),
+            query_heads=4,
+            kv_heads=4,
+            heads_within=4 if seed % 3 else 1,
         ),
     )
     scales = StageScales.of(np.ones((2, stages, chunks)), slowness_RP)
