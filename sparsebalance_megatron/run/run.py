@@ -17,8 +17,15 @@ from sparsebalance_megatron.learn.measurement import StepFigures, StepMeasuremen
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import FinishedStep
 from sparsebalance_megatron.megatron.experts import watch_expert_collectives
-from sparsebalance_megatron.megatron.hooks import install_hooks
-from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
+from sparsebalance_megatron.megatron.hooks import (
+    install_hooks,
+    leave_out_padding,
+    use_true_positions,
+)
+from sparsebalance_megatron.megatron.packed_seq_params import (
+    BudgetedPackedSeqParams,
+    LocalMicroBatch,
+)
 from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place
 from sparsebalance_megatron.megatron.timing import (
     CudaEventClock,
@@ -164,7 +171,24 @@ class Run:
             if self._hears_collectives:
                 watch_expert_collectives(model, self._recorder)
 
-    def begin_micro_batch(self, micro_batch: LocalMicroBatch, planned: PlannedStep) -> None:
+    def begin_micro_batch(
+        self, micro_batch: LocalMicroBatch, model: Any, planned: PlannedStep | None
+    ) -> BudgetedPackedSeqParams:
+        """A forward begins; what the model must be given.
+
+        Args:
+            model: the chunk that runs, which gets its hooks; None where a host does not give it.
+            planned: the training step that measures and observes the forward; None outside of one.
+        """
+        if model is not None:
+            if micro_batch.sequence is not None:
+                use_true_positions(model)
+            leave_out_padding(model)
+        if planned is not None:
+            self._follow(micro_batch, planned)
+        return micro_batch.params()
+
+    def _follow(self, micro_batch: LocalMicroBatch, planned: PlannedStep) -> None:
         """Name the forward that runs, and keep it for the end of its step."""
         running, step = self.running, planned.plan.step
         first = running is None

@@ -316,9 +316,9 @@ def executed_budgets() -> Any:
         seen[-1][-len(executed) :] = executed
         return own(selector, ranking, budgets_S)
 
-    def layer(module: Any, q_THD: Any, k_TGD: Any, v_TGF: Any, context: Any, kept: Any) -> Any:
+    def layer(module: Any, q_THD: Any, k_TGD: Any, v_TGF: Any, context: Any) -> Any:
         seen.append(context.budgets_LS[module._layer_index].tolist())
-        return attend(module, q_THD, k_TGD, v_TGF, context, kept)
+        return attend(module, q_THD, k_TGD, v_TGF, context)
 
     with (
         mock.patch.object(kind, "select", select),
