@@ -327,6 +327,7 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
     }
     others = {
         "job shape": str(inputs.job),
+        "pipeline order": getattr(inputs.job.order, "__qualname__", str(inputs.job.order)),
         "ranks that may share a micro-batch": str(inputs.plan_settings.max_cp_size),
         "training samples": inputs.train.digest(),
         "cost model": str(inputs.cost),

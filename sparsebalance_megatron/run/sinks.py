@@ -4,7 +4,7 @@ docs/TELEMETRY.md lists."""
 
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -117,7 +117,7 @@ def run_header(inputs: Inputs, device: torch.device, world_size: int) -> RunHead
         log_format=LOG_FORMAT,
         config=asdict(inputs.config),
         cost_source=inputs.cost.source,
-        job=inputs.job,
+        job=replace(inputs.job, order=None),
         global_batch_size=inputs.settings.global_batch_size,
         seq_length=inputs.settings.seq_length,
         iterations=inputs.settings.train_iters,

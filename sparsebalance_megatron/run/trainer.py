@@ -30,6 +30,7 @@ from sparsebalance_megatron.megatron.sequence_groups import (
     make_sequence_groups,
 )
 from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.plan.pipeline.orders import Schedule
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.agreement import (
     check_ranks_agree,
@@ -134,16 +135,16 @@ class TrainerRun:
 
         Raises:
             IntegrationError: if loaded state goes on from another sample, or steps may have
-                segments and no schedule was wrapped.
+                segments, or an order of their own, and no schedule was wrapped.
             StateError: if no step begins there, or loaded state cannot be continued in this run.
         """
         saved = self._loaded_state or {}
         if not self._runs_as_planned:
             max_segments = self.inputs.config.max_segments
-            if max_segments > 1:
+            if max_segments > 1 or self.inputs.job.order is not None:
                 raise IntegrationError(
-                    f"{flag_name('max_segments')} {max_segments}: Megatron's schedule runs none; "
-                    "call wrap_schedule before train_data_iterator"
+                    f"{flag_name('max_segments')} {max_segments}, or an order: Megatron's schedule "
+                    "runs neither; call wrap_schedule before train_data_iterator"
                 )
             # Such a loop runs the job's number of micro-batches in every step.
             fixed = self.inputs.plan_settings.of_all_positions
@@ -337,6 +338,7 @@ def begin_run(
     seed: int = 1234,
     device: torch.device | None = None,
     warm_up_samples: int = 0,
+    order: Schedule | None = None,
 ) -> TrainerRun:
     """Begin a run in a trainer that owns its loop; on every rank, once Megatron's groups exist.
 
@@ -353,6 +355,7 @@ def begin_run(
         seed: of the order of samples.
         device: where the model runs; None is the current CUDA device.
         warm_up_samples: trained on while the learning rate rises: no window begins before.
+        order: of the pipeline's operations; see :class:`.Job`.
 
     Returns:
         The run, whose methods a trainer calls in this order: ``layer_spec``, ``load_state_dict``,
@@ -376,6 +379,7 @@ def begin_run(
         split=split,
         seed=seed,
         warm_up_samples=warm_up_samples,
+        order=order,
     )
     inputs = read_inputs(settings, config, device.type)
     enable_variable_lengths(transformer_config)
