@@ -194,9 +194,9 @@ class Instruments:
         from sparsebalance_megatron.log.files import LinesHandler
         from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
         from sparsebalance_megatron.megatron.timing import RecordingTimers, _RecordingTimer
+        from sparsebalance_megatron.run.forward_step import ForwardStep
         from sparsebalance_megatron.run.run import Run
         from sparsebalance_megatron.run.step_reducer import StepReducer
-        from sparsebalance_megatron.run.trainer import ForwardStep
 
         self._wrap(ForwardStep, "__call__", self._forward_step)
         self._wrap(Run, "end_step", self._end_step)

@@ -20,7 +20,8 @@ from sparsebalance_megatron.megatron.unsupported import MODEL, SEGMENTS, TRAININ
 PACKAGE = ROOT / "sparsebalance_megatron"
 DOCS = ROOT / "docs"
 FIRST_FILES = (
-    *("run/trainer", "run/micro_batches", "learn/step_planner", "plan/planner"),
+    *("run/trainer", "run/micro_batches", "run/forward_step"),
+    *("learn/step_planner", "plan/planner"),
     *("plan/step_costs", "plan/search/annealing", "plan/pipeline/simulator", "plan/budgets/policy"),
     *("plan/step_plan", "megatron/core_attention", "attention/api"),
     *("run/run", "run/step_reducer"),

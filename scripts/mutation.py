@@ -119,7 +119,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "run/": (
         *("tests/run/test_sample_reader.py", "tests/run/test_timing.py"),
         *("tests/run/test_forward_step.py", "tests/run/test_sinks.py"),
-        *("tests/run/test_resume.py", "tests/run/test_dry_run.py", "tests/run/test_segments.py"),
+        *("tests/run/test_resume.py", "tests/cli/test_dry_run.py", "tests/run/test_segments.py"),
     ),
     "data/samples": ("tests/data/test_samples.py", "tests/data/test_blend.py"),
     "data/": (

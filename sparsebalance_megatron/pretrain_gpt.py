@@ -49,7 +49,7 @@ def _dry_run(argv: Sequence[str], early: Namespace) -> None:
         return
     on_cpu = runs_on_cpu(early.device)
     with quiet_imports():
-        from sparsebalance_megatron.run.described_job import plan_and_print
+        from sparsebalance_megatron.cli.dry_run import plan_and_print
     plan_and_print(argv, early.dry_run, on_cpu=on_cpu)
 
 

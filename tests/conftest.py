@@ -27,7 +27,7 @@ PROCESS_PATHS = (
     "test_supported.py",
     "megatron/test_dense_models.py",
     "profile/test_command.py",
-    "run/test_dry_run.py",
+    "cli/test_dry_run.py",
 )
 """They start processes, compile kernels, fill memory or plan many ranks."""
 NIGHTLY_PATHS = ("test_pages.py", "test_patches.py")

@@ -63,7 +63,7 @@ IMPORT_RULES = {
         inside=(
             *("attention.device", "attention.repetitions", "attention.sequence", "cost", "data"),
             *("learn", "log"),
-            *("megatron", "plan", "predict", "profile", "run", "view.predictions"),
+            *("megatron", "plan", "predict", "profile", "run"),
         ),
     ),
     "log": ImportRule(
@@ -104,7 +104,7 @@ IMPORT_RULES = {
             *("predict", "profile", "run", "view"),
         ),
     ),
-    "pretrain_gpt.py": ImportRule(inside=("integration", "megatron", "run")),
+    "pretrain_gpt.py": ImportRule(inside=("cli.dry_run", "integration", "megatron", "run")),
     "integration.py": ImportRule(
         outside=("torch",), inside=("cost", "learn", "megatron", "plan", "run")
     ),

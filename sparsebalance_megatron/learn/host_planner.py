@@ -254,13 +254,13 @@ class HostPlanner:
         return self._planner.cost
 
     @property
-    def config(self) -> SparseBalanceConfig:
-        return self._planner.plan_settings.config
+    def plan_settings(self) -> PlanSettings:
+        """What plans may do."""
+        return self._planner.plan_settings
 
     @property
-    def max_cp_size(self) -> int:
-        """Most ranks that share a micro-batch."""
-        return self._planner.plan_settings.max_cp_size
+    def config(self) -> SparseBalanceConfig:
+        return self.plan_settings.config
 
     def plan(
         self,
@@ -299,7 +299,7 @@ class HostPlanner:
         elif plan_settings.plans_positions(self.job.layout):
             # A plan for the most may have fewer; of those that share, only by halves.
             most = counts[-1:]
-            tried = [most, counts] if self.max_cp_size > 1 else [(*most, *counts)]
+            tried = [most, counts] if plan_settings.max_cp_size > 1 else [(*most, *counts)]
         found, failures = [], []
         for some in tried:
             for count in some:

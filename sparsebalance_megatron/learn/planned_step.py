@@ -11,6 +11,8 @@ import numpy as np
 from sparsebalance_megatron import __version__
 from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.errors import PlanError
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.pipeline.orders import PipelineOrder, order_to_run
 from sparsebalance_megatron.plan.step_plan import StepPlan
 
 
@@ -43,6 +45,11 @@ class PlannedStep:
         """Which micro-batches of every rank pass in segments."""
         ranks = map(self.plan.for_rank, range(self.plan.data_parallel_size))
         return np.array([[each.segments > 1 for each in rank.micro_batches] for rank in ranks])
+
+    def order(self, rank: int, job: Job) -> PipelineOrder:
+        """What the stages of a data-parallel rank run, in their order."""
+        schedule = self.plan.schedule_of(rank) if self.in_segments else job.schedule
+        return order_to_run(schedule, job.pipeline_stages, self.micro_batches, job.virtual_stages)
 
     @property
     def times_2RPVM(self) -> np.ndarray:

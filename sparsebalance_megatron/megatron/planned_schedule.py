@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run training steps in the number of micro-batches, and of segments, that their plans have.
+"""Run training steps in the order, and the number of micro-batches, that their plans have.
 
 :func:`as_planned` wraps the function that Megatron's ``get_forward_backward_func`` returns. A
 plan may have fewer micro-batches than the batch sizes make, on all ranks alike; Megatron's schedule
 then runs so many. Samples, learning rate and logs go on counting by the batch sizes, and the loss
 is one of all tokens, so that only the balancing losses of experts that Megatron logs need scaling.
 
-A step in which some micro-batch of some data-parallel rank has several segments runs in
-:func:`run_segments` on all ranks, which does for training what Megatron's
-``forward_backward_pipelining_without_interleaving`` does. Shapes follow from the plan, so stages
-never send them, and the host never waits for a shape.
+A step in which some micro-batch of some data-parallel rank has several segments, or whose job has
+an order of its own, runs in :func:`run_in_order` on all ranks, which does for training what
+Megatron's ``forward_backward_pipelining_without_interleaving`` does. Shapes follow from the plan,
+so stages never send them, and the host never waits for a shape.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.utils import get_model_config
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.plan.pipeline.orders import Operation, SegmentedSchedule
+from sparsebalance_megatron.plan.pipeline.orders import Operation, PipelineOrder
 
 ForwardBackward = Callable[..., list[dict[str, Any]]]
 """Megatron's function of keywords that runs all forwards and backwards of a step."""
@@ -38,13 +38,14 @@ ForwardBackward = Callable[..., list[dict[str, Any]]]
 class StepShape(NamedTuple):
     """What a data iterator knows of the next step; it yields segments in the sequence's order.
 
-    ``micro_batches``: of every rank. ``segment_tokens``: of each segment of each micro-batch of
-    this rank, padding included; None where no rank has segments. ``schedule``: their order.
+    ``micro_batches``: of every rank. ``order``: in which this rank's pipeline runs them; None is
+    that of Megatron's schedule, which then runs the step. ``segment_tokens``: of each segment of
+    each of this rank's micro-batches, padding included.
     """
 
     micro_batches: int
-    segment_tokens: Sequence[Sequence[int]] | None
-    schedule: SegmentedSchedule
+    order: PipelineOrder | None = None
+    segment_tokens: Sequence[Sequence[int]] = ()
 
 
 def as_planned(megatrons: ForwardBackward, *, segments: bool) -> ForwardBackward:
@@ -70,11 +71,11 @@ def as_planned(megatrons: ForwardBackward, *, segments: bool) -> ForwardBackward
             return _run(megatrons, len(iterator.saved_microbatches), keywords)
         # Megatron wraps iterators to run steps again.
         step: StepShape = getattr(iterator, "iterable", iterator).next_step()
-        if step.segment_tokens is None:
+        if step.order is None:
             return _run(megatrons, step.micro_batches, keywords)
         (model,) = keywords["model"] if isinstance(keywords["model"], list) else [keywords["model"]]
-        return run_segments(
-            step.schedule,
+        return run_in_order(
+            step.order,
             step.segment_tokens,
             forward_step_func=keywords["forward_step_func"],
             data_iterator=iterator,
@@ -116,8 +117,8 @@ def use_planned_schedule(*, segments: bool) -> None:
     training.get_forward_backward_func = forward_backward_func
 
 
-def run_segments(
-    schedule: SegmentedSchedule,
+def run_in_order(
+    order: PipelineOrder,
     segment_tokens: Sequence[Sequence[int]],
     *,
     forward_step_func: Callable[..., Any],
@@ -128,7 +129,8 @@ def run_segments(
     """Run the forwards and backwards of one step on this stage, and reduce gradients.
 
     Args:
-        schedule, segment_tokens: see :class:`StepShape`; equal on all stages.
+        order, segment_tokens: see :class:`StepShape`; equal on all stages. Micro-batches run
+            forward as the iterator yields them.
         forward_step_func: Megatron's forward step, called once per segment in the order of the
             sequence; its loss function returns a sum, a count of tokens and a report.
         model: this stage's only chunk.
@@ -141,7 +143,7 @@ def run_segments(
     timers = config.timers
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    stage = _Stage(schedule, segment_tokens, forward_step_func, data_iterator, model, config)
+    stage = _Stage(order, segment_tokens, forward_step_func, data_iterator, model, config)
     # Gradients are reduced as the last backward makes them ready. With a grad_sync_func only the
     # first stage does so; others reduce all of them after it, in the pipeline's idle time.
     late = config.grad_sync_func is not None and not stage.is_first
@@ -166,7 +168,7 @@ class _Stage:
 
     def __init__(
         self,
-        schedule: SegmentedSchedule,
+        order: PipelineOrder,
         segment_tokens: Sequence[Sequence[int]],
         forward_step_func: Callable[..., Any],
         data_iterator: Iterator[Any],
@@ -176,7 +178,6 @@ class _Stage:
         self._forward_step_func = forward_step_func
         self._data_iterator, self._model, self._config = data_iterator, model, config
         self._segment_tokens = segment_tokens
-        self._segments = sum(map(len, segment_tokens))
         # The receiver knows every shape, so none is sent.
         known_shapes = copy.copy(config)
         known_shapes.variable_seq_lengths = False
@@ -184,7 +185,6 @@ class _Stage:
             pp_group=parallel_state.get_pipeline_model_parallel_group(), config=known_shapes
         )
         self.is_first, self._is_last = self._ranks.is_pp_first_stage, self._ranks.is_pp_last_stage
-        order = schedule(self._ranks.total_stages, len(segment_tokens), 1)
         self._order = order.by_stage[self._ranks.current_stage]
         self._awaiting_backward: dict[tuple[int, ...], tuple[Any, Any]] = {}
         self._forwards_run = 0
@@ -192,24 +192,26 @@ class _Stage:
         self.reports: list[dict[str, Any]] = []
 
     def run(self, *, before_last_backward: Callable[[], None]) -> None:
-        """Run all operations; each exchanges tensors with its neighbours for the next one."""
+        """Run all operations, which end with a backward. What one gives leaves, and what the
+        following one takes comes, before that begins: at once where both pass between the same two
+        stages, so that neither stage waits for the other to receive."""
         received = self._ranks.recv_forward(self._shape(self._order[0]), self.is_first)
         for operation, following in zip(self._order, (*self._order[1:], None), strict=True):
-            if operation.direction is Direction.FORWARD:
-                received = self._forward(operation, received, following)
-            else:
-                if following is None:
-                    before_last_backward()
-                received = self._backward(operation, received, following)
+            if following is None:
+                before_last_backward()
+            is_forward = operation.direction is Direction.FORWARD
+            result = (self._forward if is_forward else self._backward)(operation, received)
+            received = self._exchange(is_forward, result, following)
+            if is_forward:
+                deallocate_output_tensor(result, self._config.deallocate_pipeline_outputs)
 
-    def _forward(self, operation: Operation, input_: Any, following: Operation | None) -> Any:
-        """Run it; what the following operation takes."""
-        assert following is not None, "a step ends with a backward"
+    def _forward(self, operation: Operation, input_: Any) -> Any:
+        """Run it; its hidden states, or the loss."""
         output, loss_tokens = forward_step(
             self._forward_step_func,
             self._data_iterator,
             self._model,
-            self._segments,
+            sum(map(len, self._segment_tokens)),
             input_,
             self.reports,
             self._config,
@@ -220,28 +222,28 @@ class _Stage:
         )
         self.loss_tokens += loss_tokens
         self._forwards_run += 1
-        shape = self._shape(following)
-        if following.direction is Direction.FORWARD:
-            self._ranks.send_forward(output, self._is_last)
-            received = self._ranks.recv_forward(shape, self.is_first)
-        else:
-            received = self._ranks.send_forward_recv_backward(output, shape, self._is_last)
         self._awaiting_backward[operation[1:]] = input_, output
-        deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
-        return received
+        return output
 
-    def _backward(self, operation: Operation, gradient: Any, following: Operation | None) -> Any:
-        """Run it; what the following operation takes."""
-        tensors = self._awaiting_backward.pop(operation[1:])
-        input_gradient = backward_step(*tensors, gradient, self._config)
-        if following is not None and following.direction is Direction.FORWARD:
-            return self._ranks.send_backward_recv_forward(
-                input_gradient, self._shape(following), self.is_first
-            )
-        self._ranks.send_backward(input_gradient, self.is_first)
+    def _backward(self, operation: Operation, gradient: Any) -> Any:
+        """Run it; the gradient of what it received."""
+        return backward_step(*self._awaiting_backward.pop(operation[1:]), gradient, self._config)
+
+    def _exchange(self, is_forward: bool, result: Any, following: Operation | None) -> Any:
+        """Send what an operation gave; what the following one takes."""
+        ranks = self._ranks
         if following is None:
-            return None
-        return self._ranks.recv_backward(self._shape(following), self._is_last)
+            return ranks.send_backward(result, self.is_first)
+        shape, to_forward = self._shape(following), following.direction is Direction.FORWARD
+        if is_forward and not to_forward:
+            return ranks.send_forward_recv_backward(result, shape, self._is_last)
+        if to_forward and not is_forward:
+            return ranks.send_backward_recv_forward(result, shape, self.is_first)
+        if is_forward:
+            ranks.send_forward(result, self._is_last)
+            return ranks.recv_forward(shape, self.is_first)
+        ranks.send_backward(result, self.is_first)
+        return ranks.recv_backward(shape, self._is_last)
 
     def _shape(self, operation: Operation) -> tuple[int, int, int]:
         """Shape of the hidden states between stages: (tokens of this rank, 1, hidden size)."""

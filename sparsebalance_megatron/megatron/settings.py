@@ -25,6 +25,7 @@ from sparsebalance_megatron.megatron.compat import (
     stage_layers,
 )
 from sparsebalance_megatron.plan.job import Job, whole_parts
+from sparsebalance_megatron.plan.pipeline.orders import Schedule
 
 RANKS_PER_NODE = 8
 """Where no GPU is, which is in tests and dry runs."""
@@ -125,13 +126,14 @@ class RunSettings:
         global_batch_size: int,
         batch_size_schedule: tuple[tuple[int, int], ...] = (),
         shards_parameters: bool = False,
+        order: Schedule | None = None,
         **others: Any,
     ) -> "RunSettings":
         """Settings of a model; ``others`` are the fields that Megatron's config does not hold.
 
         ``vocab_size``: with padding. ``data_parallel_size``: Megatron's, which counts no
         context-parallel ranks. ``shards_parameters``: whether all ranks gather the weights of every
-        layer, and so begin it together.
+        layer, and so begin it together. ``order``: see :class:`.Job`.
         """
         ranks = data_parallel_size * transformer_config.context_parallel_size
         return cls(
@@ -140,6 +142,7 @@ class RunSettings:
                 vocab_size=vocab_size,
                 data_parallel_size=ranks,
                 lockstep_ranks=ranks if shards_parameters else None,
+                order=order,
                 micro_batches=_micro_batches(
                     global_batch_size,
                     micro_batch_size,
@@ -332,6 +335,7 @@ def host_job(
     data_parallel_size: int,
     micro_batches: int = 1,
     lockstep_ranks: int | None = None,
+    order: Schedule | None = None,
     **others: Any,
 ) -> HostJob:
     """The job of this model; ``others`` are fields that its config does not hold.
@@ -352,6 +356,7 @@ def host_job(
             context_parallel_size=transformer_config.context_parallel_size,
             micro_batch_group_size=micro_batch_group_size(transformer_config),
             lockstep_ranks=lockstep_ranks,
+            order=order,
         ),
         shape=shape,
         neighbours_per_node=max(1, ranks_per_node // shape.tensor_parallel_size),

@@ -2,7 +2,7 @@
 """Layout of a training job: ranks, pipeline stages and micro-batches."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +11,7 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of
-from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule
+from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, Schedule
 
 _DEFAULT_MAX_CP_SIZE = 8
 """Ranks. A packed sequence over more of them waits for its exchange more than it gains."""
@@ -36,6 +36,9 @@ class Job:
         lockstep_ranks: neighbours among the data-parallel ranks that begin every layer together, a
             lockstep group: those of an expert-parallel group. It counts context-parallel ranks as
             ``data_parallel_size`` does, and divides it. 1: no rank waits for another in a layer.
+        order: the schedule in which stages of one chunk run micro-batches in one piece; None is
+            Megatron's. A stage runs forwards by rising position. It sends what an operation gave,
+            and receives what the next one takes, before that begins.
     """
 
     stage_layers: tuple[tuple[tuple[int, ...], ...], ...]
@@ -44,8 +47,11 @@ class Job:
     context_parallel_size: int = 1
     micro_batch_group_size: int | None = None
     lockstep_ranks: int = 1
+    order: Schedule | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if self.order is not None and self.virtual_stages > 1:
+            raise ConfigError("job: order: stages must have one chunk; leave the order to Megatron")
         if self.lockstep_ranks < 1 or self.data_parallel_size % self.lockstep_ranks:
             raise ConfigError(
                 f"job: lockstep_ranks {self.lockstep_ranks}: must divide the "
@@ -95,9 +101,9 @@ class Job:
         return size if self.virtual_stages > 1 else 1
 
     @property
-    def schedule(self) -> MegatronSchedule:
-        """The schedule in which Megatron-Core runs this job's pipelines."""
-        return MegatronSchedule(self.micro_batch_group_size)
+    def schedule(self) -> Schedule:
+        """The schedule in which this job's pipelines run micro-batches in one piece."""
+        return self.order or MegatronSchedule(self.micro_batch_group_size)
 
     @cached_property
     def graph(self) -> PipelineGraph:

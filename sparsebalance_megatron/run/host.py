@@ -21,8 +21,7 @@ from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
-from sparsebalance_megatron.megatron.core_attention import AttentionOptions, replace_core_attention
-from sparsebalance_megatron.megatron.hooks import leave_out_padding, use_true_positions
+from sparsebalance_megatron.megatron.core_attention import replace_core_attention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import (
@@ -33,9 +32,9 @@ from sparsebalance_megatron.megatron.sequence_groups import (
 from sparsebalance_megatron.megatron.settings import dtype_name, host_job, token_multiple
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.run.agreement import check_shared_plan, gather_or_raise, shown
+from sparsebalance_megatron.run.inputs import attention_options, checked_config
 from sparsebalance_megatron.run.micro_batches import SequencePacking
 from sparsebalance_megatron.run.run import IntegrationError, Run
-from sparsebalance_megatron.run.trainer import checked_config
 
 
 class HostRun:
@@ -54,28 +53,20 @@ class HostRun:
     ) -> None:
         self.job = job
         self.planner = HostPlanner(config, job)
-        most_ranks = self.planner.max_cp_size
-        leaves = config.leaves_attention and self.planner.cost.exchange.heads_serve(most_ranks)
-        self._options = AttentionOptions(
-            *(self.planner.config, self.planner.coverage.grid),
-            leaves_attention=leaves,
-            shares=most_ranks > 1,
-        )
+        settings, cost = self.planner.plan_settings, self.planner.cost
+        self._options = attention_options(settings, self.planner.coverage.grid, cost)
         self._transformer_config = transformer_config
         self._device = device
         self._boundaries = LayoutCache()
         self._packing = SequencePacking(
             block_size=config.block_size,
             pad_to_multiple_of=token_multiple(transformer_config),
-            groups=make_sequence_groups(
-                self.planner.max_cp_size,
-                heads=self.planner.cost.exchange,
-            ),
+            groups=make_sequence_groups(settings.max_cp_size, heads=cost.exchange),
         )
         self._run = Run(
             *(job.layout, self.planner.coverage, self._learn, device),
             agreement=self._packing.agreement,
-            leaves_attention=leaves,
+            leaves_attention=self._options.leaves_attention,
         )
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
@@ -224,15 +215,11 @@ class HostRun:
         """
         plan, place = self._own(planned, position)
         agreement, step = self._packing.agreement, planned.plan.step
-        if agreement is not None:
-            if packed_seq_params is not None or model is None:
-                raise IntegrationError(
-                    f"{place}: ranks share micro-batches; give None as packed_seq_params and the "
-                    "model, whose inputs cut cuts"
-                )
-            use_true_positions(model)
-        if model is not None:
-            leave_out_padding(model)
+        if agreement is not None and (packed_seq_params is not None or model is None):
+            raise IntegrationError(
+                f"{place}: ranks share micro-batches; give None as packed_seq_params and the "
+                "model, whose inputs cut cuts"
+            )
         cu_seqlens = (
             self._packing.cu_seqlens(plan)
             if packed_seq_params is None
@@ -250,12 +237,12 @@ class HostRun:
         )
         if learn:
             self._run.install(self._transformer_config, model)
-            self._run.begin_micro_batch(micro_batch, planned)
         elif agreement is not None and position == micro_batch.chunk == 0:
             # Every pass begins here; that of a training step is checked by its run.
             check_shared_plan(step, planned.plan.digest(), agreement)
+        params = self._run.begin_micro_batch(micro_batch, model, planned if learn else None)
         if packed_seq_params is None:
-            return micro_batch.params()
+            return params
         carrier = copy.copy(packed_seq_params)
         carrier.micro_batch = micro_batch
         return carrier

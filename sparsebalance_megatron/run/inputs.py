@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.data_set import Split
@@ -29,6 +29,7 @@ from sparsebalance_megatron.learn.step_planner import StepPlanner, kept_dense_le
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
 from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
+from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -78,11 +79,7 @@ class Inputs:
     @property
     def attention_options(self) -> AttentionOptions:
         """Options of the model's layers."""
-        most_ranks = self.plan_settings.max_cp_size
-        leaves = self.config.leaves_attention and self.cost.exchange.heads_serve(most_ranks)
-        return AttentionOptions(
-            self.config, self.grid, leaves_attention=leaves, shares=most_ranks > 1
-        )
+        return attention_options(self.plan_settings, self.grid, self.cost)
 
     def with_kept_dense_length(self, state: Mapping[str, Any]) -> "Inputs":
         """These inputs, with the length that a saved state keeps, if it does and costs decide."""
@@ -176,6 +173,42 @@ class Inputs:
         lengths = index.lengths_of(index.global_batch(0, steps * batch_size))
         largest = int(np.reshape(lengths, (steps, batch_size)).sum(axis=1).argmax())
         return self.evaluation_scheduler(index, training).planned(largest)
+
+
+def attention_options(
+    settings: PlanSettings, grid: tuple[int, ...], cost: CostModel
+) -> AttentionOptions:
+    """Options of the layers of a model that runs such plans."""
+    config, most_ranks = settings.config, settings.max_cp_size
+    leaves = config.leaves_attention and cost.exchange.heads_serve(most_ranks)
+    return AttentionOptions(config, grid, leaves_attention=leaves, shares=most_ranks > 1)
+
+
+def checked_config(
+    config: SparseBalanceConfig,
+    transformer_config: Any,
+    device: torch.device,
+    *,
+    longest_tokens: int,
+    owns_data: bool = False,
+) -> SparseBalanceConfig:
+    """The choices, turned on; refuses what the trainer's loop cannot follow, or the model.
+
+    ``longest_tokens``: of a sample. ``owns_data``: whether the trainer is a host.
+    """
+    for name, unusable, remedy in (
+        ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
+        ("eval_attention", config.eval_attention != "sparse", "evaluate with a dense model"),
+        ("max_segments", owns_data and config.max_segments > 1, "give 1"),
+        ("device", config.device not in ("auto", device.type), "the model's device counts"),
+        ("log_dir", owns_data and config.log_dir is not None, "log what end_step returns"),
+    ):
+        if unusable:
+            flag = f"{flag_name(name)} {getattr(config, name)}"
+            raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
+    config = replace(config, enabled=True)
+    check_model(transformer_config, config, longest_tokens)
+    return config
 
 
 def samples_of_split(
@@ -294,6 +327,7 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
     }
     others = {
         "job shape": str(inputs.job),
+        "pipeline order": getattr(inputs.job.order, "__qualname__", str(inputs.job.order)),
         "ranks that may share a micro-batch": str(inputs.plan_settings.max_cp_size),
         "training samples": inputs.train.digest(),
         "cost model": str(inputs.cost),

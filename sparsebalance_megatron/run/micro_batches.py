@@ -168,14 +168,12 @@ class MicroBatchIterator:
 
     def next_step(self) -> StepShape:
         """The shape of the step that begins."""
-        planned = self.scheduler.planned(self.step)
-        segment_tokens = None
-        if planned.in_segments:
-            segment_tokens = [
-                self.packing.computed_tokens(each) for each in self._micro_batches(planned)
-            ]
-        schedule = planned.plan.schedule_of(self.data_parallel_rank)
-        return StepShape(planned.micro_batches, segment_tokens, schedule)
+        planned, job = self.scheduler.planned(self.step), self.scheduler.job
+        if job.order is None and not planned.in_segments:
+            return StepShape(planned.micro_batches)
+        order = planned.order(self.data_parallel_rank, job)
+        tokens_MU = map(self.packing.computed_tokens, self._micro_batches(planned))
+        return StepShape(planned.micro_batches, order, list(tokens_MU))
 
     def __next__(self) -> LocalMicroBatch:
         if self._segments:

@@ -4,7 +4,6 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +16,15 @@ from sparsebalance_megatron.learn.measurement import StepFigures, StepMeasuremen
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import FinishedStep
 from sparsebalance_megatron.megatron.experts import watch_expert_collectives
-from sparsebalance_megatron.megatron.hooks import install_hooks
-from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
+from sparsebalance_megatron.megatron.hooks import (
+    install_hooks,
+    leave_out_padding,
+    use_true_positions,
+)
+from sparsebalance_megatron.megatron.packed_seq_params import (
+    BudgetedPackedSeqParams,
+    LocalMicroBatch,
+)
 from sparsebalance_megatron.megatron.sequence_groups import check_lockstep_ranks, rank_place
 from sparsebalance_megatron.megatron.timing import (
     CudaEventClock,
@@ -28,7 +34,7 @@ from sparsebalance_megatron.megatron.timing import (
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, lockstep_notice
-from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
+from sparsebalance_megatron.plan.pipeline.orders import PipelineOrder
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.agreement import (
     PlanMismatchError,
@@ -164,16 +170,31 @@ class Run:
             if self._hears_collectives:
                 watch_expert_collectives(model, self._recorder)
 
-    def begin_micro_batch(self, micro_batch: LocalMicroBatch, planned: PlannedStep) -> None:
+    def begin_micro_batch(
+        self, micro_batch: LocalMicroBatch, model: Any, planned: PlannedStep | None
+    ) -> BudgetedPackedSeqParams:
+        """A forward begins; what the model must be given.
+
+        Args:
+            model: the chunk that runs, which gets its hooks; None where a host does not give it.
+            planned: the training step that measures and observes the forward; None outside of one.
+        """
+        if model is not None:
+            if micro_batch.sequence is not None:
+                use_true_positions(model)
+            leave_out_padding(model)
+        if planned is not None:
+            self._follow(micro_batch, planned)
+        return micro_batch.params()
+
+    def _follow(self, micro_batch: LocalMicroBatch, planned: PlannedStep) -> None:
         """Name the forward that runs, and keep it for the end of its step."""
         running, step = self.running, planned.plan.step
         first = running is None
         if running is None:
             self.running = planned
-            self._schedule = planned.plan.schedule_of(self.place.data_parallel_rank)
-            self._recorder.backward_order = backward_order(
-                self.job, self.place.pipeline_rank, self._schedule
-            )
+            self._order = planned.order(self.place.data_parallel_rank, self.job)
+            self._recorder.backward_order = backward_order(self._order, self.place.pipeline_rank)
         elif planned is not running and planned.plan.digest() != running.plan.digest():
             raise IntegrationError(
                 f"a micro-batch of step {step} begins, but end_step was not called for step "
@@ -211,7 +232,7 @@ class Run:
     def _problem(self, remedy: str, model_remedy: str) -> str | None:
         """What is missing of a whole step on this rank."""
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
-        forwards = sum(self._schedule.segments_M) if running else self.job.micro_batches
+        forwards = int(self._order.segments_M.sum()) if running else self.job.micro_batches
         expected = len(stage) * forwards
         if running is None or len(self.seen) != expected:
             return f"end_step after {len(self.seen)} forward steps, expected {expected}: {remedy}"
@@ -242,7 +263,7 @@ class Run:
             times = self._recorder.times(collectives=self._hears_collectives)
             observed = ObservedCoverage.gather(self.seen, self._reducer.buckets)
             measured, executed_O = self._reducer.reduce(
-                segments_M=self._schedule.segments_M,
+                segments_M=self._order.segments_M,
                 most_segments=max(each.segments for each in planned.plan.micro_batches),
                 times=times,
                 observed=observed,
@@ -300,14 +321,10 @@ def add_figures(
             report.update(zip(figures, values.unbind(), strict=True))
 
 
-@lru_cache(maxsize=1)
-def backward_order(job: Job, stage: int, segments: SegmentedSchedule) -> tuple[Place, ...]:
-    """Every backward of a pipeline stage, in the order of the schedule: Megatron's, which is the
-    same, where neither this rank nor one that it meets has segments."""
-    schedule = job.schedule if max(segments.most_segments_M) == 1 else segments
-    order = schedule(job.pipeline_stages, len(segments.segments_M), job.virtual_stages)
-    return tuple(
+def backward_order(order: PipelineOrder, stage: int) -> list[Place]:
+    """Every backward of a pipeline stage, as they follow one another."""
+    return [
         (operation.chunk, operation.micro_batch, operation.segment)
         for operation in order.by_stage[stage]
         if operation.direction is Direction.BACKWARD
-    )
+    ]

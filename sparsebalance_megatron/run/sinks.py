@@ -4,7 +4,7 @@ docs/TELEMETRY.md lists."""
 
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,13 @@ import torch
 
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import RankPlace
-from sparsebalance_megatron.log.files import LogWriter, rank_log_path, step_log_path
+from sparsebalance_megatron.log.files import (
+    LogDirectory,
+    LogDirectoryError,
+    LogWriter,
+    rank_log_path,
+    step_log_path,
+)
 from sparsebalance_megatron.log.records import (
     LOG_FORMAT,
     FinishedStep,
@@ -24,10 +30,32 @@ from sparsebalance_megatron.log.records import (
 )
 from sparsebalance_megatron.megatron.compat import megatron_version, metric_writers
 from sparsebalance_megatron.predict.outcome import flops_of
+from sparsebalance_megatron.run.agreement import gather_or_raise, print_rank_0
 from sparsebalance_megatron.run.inputs import Inputs
 
 PREFIX = "sparse-balance"
 MISMATCHES = "digest-mismatches"
+
+
+def prepare_log_directory(path: str, *, keep_in_place: bool) -> LogDirectory:
+    """Claim the directory and move an earlier run's logs out of the way; collective, errors alike.
+    The claim lasts as long as the result.
+
+    ``keep_in_place``: the run goes on with the logs that are there.
+    """
+    directory = LogDirectory(path)
+    claims = torch.distributed.get_rank() == 0
+
+    def make() -> int:
+        directory.make(claim=claims)
+        return 0 if keep_in_place else directory.number_for_earlier_logs()
+
+    # Ranks of other hosts may see another disk.
+    number = max(gather_or_raise(make, LogDirectoryError))
+    if number:
+        (kept, *_) = gather_or_raise(lambda: directory.set_aside(number), LogDirectoryError)
+        print_rank_0(f"logs of an earlier run are kept in {kept}")
+    return directory
 
 
 class StepSinks:
@@ -89,7 +117,7 @@ def run_header(inputs: Inputs, device: torch.device, world_size: int) -> RunHead
         log_format=LOG_FORMAT,
         config=asdict(inputs.config),
         cost_source=inputs.cost.source,
-        job=inputs.job,
+        job=replace(inputs.job, order=None),
         global_batch_size=inputs.settings.global_batch_size,
         seq_length=inputs.settings.seq_length,
         iterations=inputs.settings.train_iters,

@@ -106,7 +106,7 @@ class StepReducer:
     def reduce(
         self,
         *,
-        segments_M: Sequence[int],
+        segments_M: Sequence[int] | np.ndarray,
         most_segments: int,
         times: StepTimes,
         observed: ObservedCoverage,

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run on an index of samples, and the forward step of its planned micro-batches.
+"""A run on an index of samples.
 
 Trainers that call Megatron's schedules themselves begin one, and :mod:`.training_hooks` puts one
 into ``megatron.training``, which is not loaded here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from sparsebalance_megatron.attention.device import copied_to
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
+from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length, dense_length_line
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError, PlanError
@@ -23,23 +20,17 @@ from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
-from sparsebalance_megatron.log.files import LogDirectory, LogDirectoryError
+from sparsebalance_megatron.log.files import LogDirectory
 from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
 from sparsebalance_megatron.megatron.core_attention import replace_core_attention
-from sparsebalance_megatron.megatron.hooks import (
-    get_model_config,
-    leave_out_padding,
-    use_true_positions,
-)
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
-from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
 from sparsebalance_megatron.megatron.sequence_groups import (
     data_parallel_size,
     make_sequence_groups,
 )
 from sparsebalance_megatron.megatron.settings import RunSettings
-from sparsebalance_megatron.megatron.unsupported import check_model
+from sparsebalance_megatron.plan.pipeline.orders import Schedule
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.agreement import (
     check_ranks_agree,
@@ -47,18 +38,11 @@ from sparsebalance_megatron.run.agreement import (
     print_rank_0,
     take_over,
 )
-from sparsebalance_megatron.run.inputs import Inputs, fingerprint, read_inputs
+from sparsebalance_megatron.run.forward_step import ForwardStep
+from sparsebalance_megatron.run.inputs import Inputs, checked_config, fingerprint, read_inputs
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 from sparsebalance_megatron.run.run import IntegrationError, Run
-from sparsebalance_megatron.run.sinks import StepSinks
-
-Batch = dict[str, Any]
-"""What a forward step reads: ``tokens``, ``position_ids``, ``labels`` and ``loss_mask``, [1, T] or
-None on stages that read no tokens, and ``packed_seq_params``, which the model must be given."""
-
-LossFunction = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
-
-_ROW_KEYS = ("tokens", "position_ids", "labels", "loss_mask")
+from sparsebalance_megatron.run.sinks import StepSinks, prepare_log_directory
 
 
 class TrainerRun:
@@ -124,8 +108,8 @@ class TrainerRun:
 
         Args:
             forward_step: ``(data_iterator, model) -> (output, loss_func)``. Its iterator yields one
-                :data:`Batch`; ``loss_func(output)`` returns (sum of token losses, number of tokens,
-                report).
+                :data:`.forward_step.Batch`; ``loss_func(output)`` returns (sum of token losses,
+                number of tokens, report).
 
         Returns:
             The ``forward_step_func`` of training steps. Evaluate with the trainer's own.
@@ -151,16 +135,16 @@ class TrainerRun:
 
         Raises:
             IntegrationError: if loaded state goes on from another sample, or steps may have
-                segments and no schedule was wrapped.
+                segments, or an order of their own, and no schedule was wrapped.
             StateError: if no step begins there, or loaded state cannot be continued in this run.
         """
         saved = self._loaded_state or {}
         if not self._runs_as_planned:
             max_segments = self.inputs.config.max_segments
-            if max_segments > 1:
+            if max_segments > 1 or self.inputs.job.order is not None:
                 raise IntegrationError(
-                    f"{flag_name('max_segments')} {max_segments}: Megatron's schedule runs none; "
-                    "call wrap_schedule before train_data_iterator"
+                    f"{flag_name('max_segments')} {max_segments}, or an order: Megatron's schedule "
+                    "runs neither; call wrap_schedule before train_data_iterator"
                 )
             # Such a loop runs the job's number of micro-batches in every step.
             fixed = self.inputs.plan_settings.of_all_positions
@@ -193,8 +177,8 @@ class TrainerRun:
         )
         print_rank_0(checked)
         if inputs.config.log_dir is not None:
-            self._log_directory = LogDirectory(inputs.config.log_dir)
-            prepare_log_directory(self._log_directory, keep_in_place=resumed)
+            directory = inputs.config.log_dir
+            self._log_directory = prepare_log_directory(directory, keep_in_place=resumed)
         scheduler = self._make_scheduler(inputs)
         if self._loaded_state is not None:
             take_over(self._loaded_state, scheduler, self._record)
@@ -354,6 +338,7 @@ def begin_run(
     seed: int = 1234,
     device: torch.device | None = None,
     warm_up_samples: int = 0,
+    order: Schedule | None = None,
 ) -> TrainerRun:
     """Begin a run in a trainer that owns its loop; on every rank, once Megatron's groups exist.
 
@@ -370,6 +355,7 @@ def begin_run(
         seed: of the order of samples.
         device: where the model runs; None is the current CUDA device.
         warm_up_samples: trained on while the learning rate rises: no window begins before.
+        order: of the pipeline's operations; see :class:`.Job`.
 
     Returns:
         The run, whose methods a trainer calls in this order: ``layer_spec``, ``load_state_dict``,
@@ -393,110 +379,8 @@ def begin_run(
         split=split,
         seed=seed,
         warm_up_samples=warm_up_samples,
+        order=order,
     )
     inputs = read_inputs(settings, config, device.type)
     enable_variable_lengths(transformer_config)
     return TrainerRun(inputs, device, transformer_config)
-
-
-def checked_config(
-    config: SparseBalanceConfig,
-    transformer_config: Any,
-    device: torch.device,
-    *,
-    longest_tokens: int,
-    owns_data: bool = False,
-) -> SparseBalanceConfig:
-    """The choices, turned on; refuses what the trainer's loop cannot follow, or the model.
-
-    ``longest_tokens``: of a sample. ``owns_data``: whether the trainer is a host.
-    """
-    for name, unusable, remedy in (
-        ("dry_run", config.dry_run is not None, "dry-run sparsebalance_megatron.pretrain_gpt"),
-        ("eval_attention", config.eval_attention != "sparse", "evaluate with a dense model"),
-        ("max_segments", owns_data and config.max_segments > 1, "give 1"),
-        ("device", config.device not in ("auto", device.type), "the model's device counts"),
-        ("log_dir", owns_data and config.log_dir is not None, "log what end_step returns"),
-    ):
-        if unusable:
-            flag = f"{flag_name(name)} {getattr(config, name)}"
-            raise ConfigError(f"{flag}: not for a trainer with its own loop; {remedy}")
-    config = replace(config, enabled=True)
-    check_model(transformer_config, config, longest_tokens)
-    return config
-
-
-def prepare_log_directory(directory: LogDirectory, *, keep_in_place: bool) -> None:
-    """Claim the directory and move an earlier run's logs out of the way; collective, errors alike.
-
-    ``keep_in_place``: the run goes on with the logs that are there.
-    """
-    claims = torch.distributed.get_rank() == 0
-
-    def make() -> int:
-        directory.make(claim=claims)
-        return 0 if keep_in_place else directory.number_for_earlier_logs()
-
-    # Ranks of other hosts may see another disk.
-    number = max(gather_or_raise(make, LogDirectoryError))
-    if number:
-        (kept, *_) = gather_or_raise(lambda: directory.set_aside(number), LogDirectoryError)
-        print_rank_0(f"logs of an earlier run are kept in {kept}")
-
-
-class ForwardStep:
-    """Makes a trainer's forward step one of planned micro-batches; see
-    :meth:`TrainerRun.wrap_forward_step`."""
-
-    def __init__(
-        self,
-        inner: Callable[[Iterator[Batch], Any], tuple[Tensor, LossFunction]],
-        trainer: TrainerRun,
-    ) -> None:
-        self._inner = inner
-        self._trainer = trainer
-
-    def __call__(self, data_iterator: Any, model: Any) -> tuple[Tensor, LossFunction]:
-        run, scheduler = self._trainer.run, self._trainer.scheduler
-        if model.training:
-            run.install(get_model_config(model), model)
-        read: LocalMicroBatch = next(data_iterator)
-        batch: Batch = dict.fromkeys(_ROW_KEYS)
-        for name, values_T in (read.inputs or {}).items():
-            batch[name] = copied_to(torch.as_tensor(values_T), self._trainer.device)[None]
-        # It lives until the step's end, without tokens. Megatron may run a step again: what is read
-        # stays as it is.
-        micro_batch = replace(read, inputs=None, observations={})
-        if micro_batch.sequence is not None:
-            use_true_positions(model)
-        leave_out_padding(model)
-        if micro_batch.observe:
-            run.begin_micro_batch(micro_batch, scheduler.planned(micro_batch.step))
-        batch["packed_seq_params"] = micro_batch.params()
-        output, loss_function = self._inner(iter((batch,)), model)
-        if micro_batch.observe:
-            # The model's kernels are launched: time to plan the next step.
-            scheduler.plan_following(micro_batch.step)
-        return output, partial(self._loss, loss_function, micro_batch.observe)
-
-    def _loss(
-        self, loss_function: LossFunction, training: bool, output: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        values = loss_function(output)
-        if len(values) != 3:
-            raise ConfigError(
-                f"--sparse-balance: the loss function returned {len(values)} values; return the "
-                "sum of token losses, the number of tokens and a report, and set "
-                "calculate_per_token_loss"
-            )
-        loss, tokens, report = values
-        if not isinstance(tokens, Tensor):
-            tokens = copied_to(torch.as_tensor(tokens), loss.device)
-        if tokens.is_floating_point():
-            raise ConfigError(
-                f"--sparse-balance: the loss function returned {tokens.dtype} as the number of "
-                "tokens; Megatron adds up whole numbers, return .to(torch.int)"
-            )
-        if training:
-            self._trainer.run.add_loss(loss.detach(), tokens, report)
-        return loss, tokens, report

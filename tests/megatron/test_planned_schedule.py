@@ -13,7 +13,6 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from sparsebalance_megatron.megatron.planned_schedule import StepShape, as_planned
-from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 
 
 class Planned:
@@ -24,7 +23,7 @@ class Planned:
         self._read = 0
 
     def next_step(self) -> StepShape:
-        return StepShape(self._left[0], None, SegmentedSchedule(()))
+        return StepShape(self._left[0])
 
     def __next__(self) -> int:
         self._read += 1

@@ -7,9 +7,8 @@ STEP`` lets what reads its rows raise; ``digest STEP`` lets it execute another p
 makes its loss NaN from there on.
 ``flags 0`` gives it other flags, ``plain 0`` no ``--sparse-balance``, ``kernels 0`` kernels whose
 gradients of values are wrong.
-``exchange-kill STEP``, ``-term``, ``-leave`` and ``-exit`` end it inside the first exchange of that
-step: by SIGKILL, SIGTERM, os._exit and sys.exit.
-``segments-stop STEP`` is ``stop`` under plans with segments drawn by lot (drawn_segments.py).
+``exchange-kill STEP`` and ``exchange-term STEP`` end it inside the first exchange of that step, by
+SIGKILL and SIGTERM.
 ``clock STEP`` sets its wall clock two hours back there, and at each later call four hours forward
 or back in turn. ``file-size BYTES`` lets no file grow beyond that, as a full disk would. Start with
 ``--sparse-balance-device cpu``.
@@ -29,12 +28,10 @@ from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
 
-import drawn_segments  # noqa: E402
 import torch  # noqa: E402
 
 from sparsebalance_megatron.attention.kernels import tokens  # noqa: E402
 from sparsebalance_megatron.errors import DataError  # noqa: E402
-from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.megatron import hooks  # noqa: E402
 from sparsebalance_megatron.megatron.timing import MicroBatchRecorder  # noqa: E402
 from sparsebalance_megatron.plan.step_plan import StepPlan  # noqa: E402
@@ -145,8 +142,6 @@ def at_exchange(step: int, do: Callable[[], object]) -> None:
 ENDS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
-    "leave": lambda: os._exit(0),
-    "exit": lambda: sys.exit(3),
 }
 
 FAULTS = {
@@ -169,9 +164,6 @@ FAULTS = {
 if __name__ == "__main__":
     fault, value = sys.argv[1], int(sys.argv[2])
     del sys.argv[1:3]
-    if fault.startswith("segments-"):
-        step_planner.plan_step = drawn_segments.plan_with_drawn_segments
-        fault = fault.removeprefix("segments-")
     if fault == "stop":
         time_out_after_s(20)
     FAULTS[fault](value)

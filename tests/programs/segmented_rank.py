@@ -93,8 +93,11 @@ class Segments:
         self._rest = self._all()
 
     def next_step(self) -> StepShape:
-        tokens = None if self._whole else [list(map(sum, pieces)) for pieces in self._cuts]
-        return StepShape(len(self._cuts), tokens, SegmentedSchedule(tuple(map(len, self._cuts))))
+        number = len(self._cuts)
+        if self._whole:
+            return StepShape(number)
+        order = SegmentedSchedule(tuple(map(len, self._cuts)))(STAGES, number, 1)
+        return StepShape(number, order, [list(map(sum, pieces)) for pieces in self._cuts])
 
     def _all(self) -> Iterator[tuple[Tensor, Sequence[int], Earlier]]:
         generator = torch.Generator().manual_seed(7)

@@ -53,6 +53,10 @@ from small_gpt import (  # noqa: E402
     transformer_config,
 )
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "extending"))
+
+from gpipe import gpipe  # noqa: E402
+
 from sparsebalance_megatron import integration  # noqa: E402
 from sparsebalance_megatron.attention.select import selector_named  # noqa: E402
 from sparsebalance_megatron.data.packing import pack  # noqa: E402
@@ -118,6 +122,18 @@ class Trainer:
         assert resumed.values == tuned.values
         return {"dense": dense.values, "tuned": tuned.values, "figures": tuned.figures}
 
+    def all_forwards_first(self) -> list[float]:
+        """Two stages in the order of examples/extending/gpipe.py, whose plans are simulated so."""
+        losses = Losses()
+        with pipeline(2):
+            sizes = self.data | {"order": gpipe}
+            fields, config = (
+                transformer_config(2),
+                balance_config(log_dir=str(self.directory / "gpipe"), **DENSE),
+            )
+            self.block.train(fields, config, sizes, STEPS, losses)
+        return losses.values
+
     def before_the_schedule_is_wrapped(self) -> None:
         """As many micro-batches as the batch sizes make, and no segments."""
         with pipeline(1, expert_model_parallel_size=2):
@@ -127,6 +143,8 @@ class Trainer:
         with pipeline(2):
             run = self.begin({"pipeline_model_parallel_size": 2}, max_segments=4, segment_tokens=16)
             told = "call wrap_schedule before train_data_iterator"
+            check_told({told: run.train_data_iterator})
+            run = self.begin({"pipeline_model_parallel_size": 2}, {"order": gpipe})
             check_told({told: run.train_data_iterator})
 
     def chunks(self) -> dict[str, Any]:
@@ -230,7 +248,11 @@ class Trainer:
                 self.bare()
                 return {"plain": self.plain_losses()}
         self.before_the_schedule_is_wrapped()
-        return {"dp2": self.twice(1), "pp2": self.twice(2), "chunks": self.chunks()}
+        gpiped = {"dense": self.all_forwards_first()}
+        return {
+            **{"dp2": self.twice(1), "pp2": self.twice(2)},
+            **{"gpipe": gpiped, "chunks": self.chunks()},
+        }
 
 
 def _chunk(run: Any, config: TransformerConfig, chunk: int) -> GPTModel:

@@ -9,7 +9,7 @@ import torch
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.megatron import hooks
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
-from sparsebalance_megatron.run.trainer import ForwardStep
+from sparsebalance_megatron.run.forward_step import ForwardStep
 
 CU_SEQLENS = torch.tensor([0, 3, 10], dtype=torch.int32)
 

@@ -67,13 +67,23 @@ def _run(ranks: int, kind: str, directory: Path, other: Path) -> list[dict[str, 
     return [json.loads(path.read_text()) for path in paths]
 
 
-@pytest.mark.parametrize("layout", [*LOGS, "chunks"])
+@pytest.mark.parametrize("layout", [*LOGS, "gpipe", "chunks"])
 def test_losses_are_those_of_megatron_without_the_plugin(
     layout: str, plain: list[float], two_ranks: dict[str, Any]
 ) -> None:
     """Budgets that cover every sample, and batching: same mathematics as one document at a time."""
     expected = plain[:1] if layout == "chunks" else plain
     assert two_ranks[layout]["dense"] == pytest.approx(expected, rel=FEW_ROUNDINGS)
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_an_order_of_its_own_is_run_and_measured(directory: Path) -> None:
+    """All forwards of a stage, then all backwards."""
+    for rank in range(2):
+        for step in read_steps(directory / "gpipe", rank)[1:]:
+            forward, backward = step["spans"][:8], step["spans"][8:]
+            assert [tuple(span[:3]) for span in forward] == [("forward", 0, m) for m in range(8)]
+            assert [tuple(span[:3]) for span in backward] == [("backward", 0, m) for m in range(8)]
 
 
 @pytest.mark.usefixtures("two_ranks")

@@ -12,7 +12,6 @@ from sparsebalance_megatron.megatron.timing import (
     MicroBatchRecorder,
     RecordingTimers,
 )
-from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, megatron_order
 from sparsebalance_megatron.run.run import HostTime, backward_order
 
@@ -126,11 +125,11 @@ def test_times_land_on_their_segment() -> None:
     """Backwards of a micro-batch run in reverse order; each step has segments of its own, and ranks
     that it meets have others."""
     clock = WoundClock()
-    job = Job.even(layers=2, ranks=1, stages=2, micro_batches=2)
     recorder = MicroBatchRecorder(clock)
     for segments_M, most_M in (((2, 1), (2, 1)), ((3,), (3,)), ((2, 1, 1), (2, 3, 1))):
         recorder.begin_step()
-        recorder.backward_order = backward_order(job, 0, SegmentedSchedule(segments_M, most_M))
+        order = SegmentedSchedule(segments_M, most_M)(2, len(segments_M), 1)
+        recorder.backward_order = backward_order(order, 0)
         places = [(0, m, s) for m, segments in enumerate(segments_M) for s in range(segments)]
         for place in places:
             recorder.start(FORWARD_TIMER)

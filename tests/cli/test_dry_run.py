@@ -13,13 +13,13 @@ from harness import BALANCE_FLAGS, MODEL_FLAGS, TRAINING_FLAGS, run_program, run
 from plan import plan_cases
 from step_cases import SHAPE
 
+from sparsebalance_megatron.cli import dry_run
 from sparsebalance_megatron.config import DEFAULT_SELECTION
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import RunIdentity
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.step_planner import StepPlanner
 from sparsebalance_megatron.pretrain_gpt import main
-from sparsebalance_megatron.run import described_job
 from sparsebalance_megatron.text_table import shown_ms
 
 FLAGS = (*MODEL_FLAGS, *TRAINING_FLAGS, *BALANCE_FLAGS)
@@ -160,7 +160,7 @@ def test_sequences_beyond_the_models_positions_are_told(
         "use_rope_scaling": False,
         "rotary_seq_len_interpolation_factor": None,
     }
-    told = described_job._positions(Namespace(**args | changed))
+    told = dry_run._positions(Namespace(**args | changed))
     assert bool(told) == (not changed)
     assert changed or "--seq-length 131,072 is beyond the 40,960 of " in told[0]
 
@@ -214,7 +214,7 @@ def planned(
 def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() -> None:
     lengths = [100 + 37 * number for number in range(64)]
     step = planned(32, 2, lengths, batching="arrival", tuning="off")
-    _, *rows, remark = described_job._micro_batches(step)
+    _, *rows, remark = dry_run._micro_batches(step)
     assert len(rows) == 16
     ms = [float(row.split()[-1]) for row in rows]
     assert ms == sorted(ms, reverse=True)
@@ -224,7 +224,7 @@ def test_of_many_ranks_the_slowest_and_fastest_are_shown_and_the_rest_counted() 
 
 def test_segments_are_counted_where_a_step_has_them() -> None:
     step = planned(1, 2, [2**17, 3000], stages=4, max_segments=8, segment_tokens=4096)
-    header, *rows = described_job._micro_batches(step)
+    header, *rows = dry_run._micro_batches(step)
     column = header.split().index("segments")
     segments = [each.segments for each in step.plan.micro_batches]
     assert max(segments) == 8
