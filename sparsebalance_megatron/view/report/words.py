@@ -184,7 +184,7 @@ def numbers_table(
     return [
         {"": name, **cells}
         for name, cells in rows.items()
-        if every or {*cells.values()} != {_NOT_MEASURED}
+        if {*cells.values()} != {_NOT_MEASURED}
     ]
 
 
