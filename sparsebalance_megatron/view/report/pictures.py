@@ -106,7 +106,7 @@ def history_picture(logs: Mapping[str, RunLog]) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    colours = dict(zip(reversed(logs), (COLOURS["backward"], _BESIDE), strict=False))
+    colours = dict(zip(reversed(list(logs)), (COLOURS["backward"], _BESIDE), strict=False))
     with rc_context(_STYLE):
         figure = Figure(figsize=(5.2, 5.4), layout="constrained")
         panels = figure.subplots(3, sharex=True)
