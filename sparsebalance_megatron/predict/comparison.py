@@ -148,7 +148,7 @@ ROWS: Mapping[str, Row] = {
     DEFAULT: Row(MODES["default"], "placed by the plan, budgets raised where ranks would wait"),
 }
 """The first is what all others are compared with."""
-EXACT_WINDOW = f"{EXACT}, window {_TRIED_WINDOW}"
+EXACT_WINDOW = f"windows of {_TRIED_WINDOW}"
 
 
 def rows_of(workload: Workload) -> dict[str, Row]:

@@ -139,7 +139,7 @@ def is_unsure(spread: tuple[float, float] | None) -> bool:
 
 
 def _brackets(spread: tuple[float, float] | None) -> str:
-    return "" if spread is None else f" ({spread[0]:.2f} - {spread[1]:.2f})"
+    return "" if spread is None else f" ({spread[0]:.2f}-{spread[1]:.2f})"
 
 
 def _header(workload: Workload, order: str) -> str:
