@@ -220,7 +220,7 @@ BUDGET_POLICIES: Mapping[str, BudgetPolicy] = {
 def budget_policy(plan_settings: PlanSettings) -> BudgetPolicy:
     """The policy of the settings."""
     tuning = plan_settings.config.tuning
-    return plan_settings.policy or BUDGET_POLICIES.get(tuning) or _of_a_package(tuning)
+    return BUDGET_POLICIES.get(tuning) or _of_a_package(tuning)
 
 
 @cache
