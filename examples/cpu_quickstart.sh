@@ -66,14 +66,13 @@ EVAL_AND_LOGGING_ARGS=(
 )
 
 # Without --sparse-balance-cost-table, costs are counted operations; `sparse-balance profile`
-# measures them.
+# measures them. Those of a GPU would have all documents here attended to densely.
 SPARSE_BALANCE_ARGS=(
     --sparse-balance
     --sparse-balance-device cpu
     --sparse-balance-block-size 128
     --sparse-balance-base-budget 8
-    --sparse-balance-batching makespan
-    --sparse-balance-tuning raise
+    --sparse-balance-dense-up-to 0
     --sparse-balance-log-dir "${RUN}/log"
 )
 

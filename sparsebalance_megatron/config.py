@@ -18,10 +18,14 @@ from sparsebalance_megatron.layer_budgets import (
     layer_budgets_text,
     parse_layer_budgets,
 )
-from sparsebalance_megatron.selector_registry import check_name, default_first_blocks, flag_help
+from sparsebalance_megatron.selector_registry import (
+    POLICIES,
+    SELECTORS,
+    default_first_blocks,
+    flag_help,
+)
 
 Batching = Literal["arrival", "length", "latency", "makespan"]
-Tuning = Literal["off", "anchor", "raise"]
 Overlong = Literal["split", "truncate", "drop"]
 MissingLossMask = Literal["refuse", "train"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -170,10 +174,11 @@ class SparseBalanceConfig:
     """When a step is planned: while the one before it runs, or when it begins (on-demand). Choose
     on-demand to plan with the newest measurements; every step then waits for its plan."""
 
-    tuning: Tuning = "raise"
+    tuning: str = field(default="raise", metadata={"argparse_meta": {"metavar": "NAME"}})
     """How budgets follow the predicted times: not at all, towards the mean latency of a step's
     micro-batches (anchor, the paper), or raised where ranks would idle, never below the base
-    budget. Choose off to keep attention as it is."""
+    budget (raise), or by a package's policy (docs/EXTENDING.md). Choose off to keep attention as it
+    is."""
 
     coverage_threshold: float = 0.1
     """Router score coverage that a sample may lose against the base budget, in every layer, under
@@ -259,7 +264,8 @@ class SparseBalanceConfig:
                 )
             if each.name in RANGES and value is not None:
                 check_range(each.name, value, flag_with(each.name, value))
-        check_name(self.selection)
+        SELECTORS.check_name(self.selection)
+        POLICIES.check_name(self.tuning)
         if self.sensitivity is not None and self.layer_budgets is not None:
             raise ConfigError(
                 f"{flag_name('sensitivity')} with {flag_name('layer_budgets')}: both give budgets "

@@ -6,16 +6,13 @@ that over the file of ``--sparse-balance-config``, the file over ``--sparse-bala
 over the default.
 """
 
-import ast
-import inspect
 import re
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_origin
 
 import msgspec
 
@@ -89,35 +86,6 @@ def flag_groups() -> dict[str, tuple[Field[Any], ...]]:
         f"options of {FILE_FLAG}": tuple(name for name in by_name if name in ONLY_IN_FILE),
     }
     return {title: tuple(by_name[name] for name in names) for title, names in names_of.items()}
-
-
-def values_text(field: Field[Any]) -> str:
-    """What may follow a flag, in Markdown."""
-    meta = field.metadata.get("argparse_meta", {})
-    if "metavar" in meta:
-        value = f"`{meta['metavar']}`"
-        return f"{value}, or nothing" if meta.get("nargs") == "?" else value
-    kind: Any = field.type
-    if get_origin(kind) is UnionType:
-        (kind,) = (part for part in get_args(kind) if part is not type(None))
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(kind))
-    return {bool: "no value", int: "integer", float: "number", str: "text"}[kind]
-
-
-def help_texts() -> dict[str, str]:
-    """Field -> the text under it, from the source: Python keeps no such text."""
-    (definition,) = ast.parse(inspect.getsource(SparseBalanceConfig)).body
-    assert isinstance(definition, ast.ClassDef)
-    own = {each.name: each for each in fields(SparseBalanceConfig)}
-    texts = {}
-    for node, after in zip(definition.body, definition.body[1:], strict=False):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            assert isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            name = node.target.id
-            given = own[name].metadata.get("argparse_meta", {}).get("help")
-            texts[name] = given or " ".join(str(after.value.value).split())
-    return texts
 
 
 def defaults_given_by(argv: Sequence[str]) -> dict[str, Any]:

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every selection by its name: this package's and those that other packages bring.
+"""Every selection and budget policy by its name: this package's and those of other packages.
 
 Both are entry points, "module:OBJECT", and are loaded when they are asked for. Other packages
-declare theirs in the group :data:`GROUP`; docs/EXTENDING.md shows how.
+declare theirs in the groups of :data:`SELECTORS` and :data:`POLICIES`; docs/EXTENDING.md shows how.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from sparsebalance_megatron.errors import ConfigError
 
-GROUP = "sparsebalance_megatron.selectors"
-"""The group of entry points: name of the selection -> an object."""
 FLAG = "--sparse-balance-selection"
 
 _METHODS = ("summaries", "rank", "coverage", "select")
@@ -80,63 +78,24 @@ def flag_help() -> str:
     )
 
 
-def names() -> tuple[str, ...]:
-    """Names that the flag takes."""
-    installed = {entry.name for entry in entry_points(group=GROUP)}
-    return (*BUILT_IN, *sorted(installed - BUILT_IN.keys()))
-
-
-def check_name(name: str) -> None:
-    """Refuse an unknown name, without loading anything."""
-    if name not in BUILT_IN and name not in names():
-        raise ConfigError(
-            f"{FLAG} {name}: must be one of {', '.join(names())} "
-            f"(other packages add names by entry points of {GROUP})"
-        )
-
-
 def default_first_blocks(name: str) -> int:
     """First blocks of a document that a selection reads by default; those of other packages read
     what they choose, and are taken to read none."""
     return (BUILT_IN[name].first_blocks or 0) if name in BUILT_IN else 0
 
 
-def source_of(name: str) -> str:
-    """Package and version of another package's selector, on which ranks must agree, or ""."""
-    return "" if name in BUILT_IN else "; ".join(sorted(map(_described, _installed(name))))
+def load_work_model(name: str) -> Any:
+    """The work model of a selection; see :class:`.cost.work_model.WorkModel`."""
+    if name in BUILT_IN:
+        return _of_this_package(BUILT_IN[name].work_model).load()
+    return SELECTORS.load(name).work_model
 
 
 def load_selector(name: str) -> Any:
     """The object of a selection; see :class:`.attention.select.Selector`."""
     if name in BUILT_IN:
         return _of_this_package(BUILT_IN[name].selector).load()
-    check_name(name)
-    found = _installed(name)
-    if len(found) > 1:
-        raise ConfigError(
-            f"{FLAG} {name}: {len(found)} entry points of the group {GROUP} have this name "
-            f"({source_of(name)}); uninstall all but one"
-        )
-    place = f"{FLAG} {name}: the entry point {_described(found[0])}"
-    try:
-        selector = found[0].load()
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{place} cannot be loaded: {reason}; mend or uninstall it") from error
-    missing = _missing(selector)
-    if missing:
-        raise ConfigError(
-            f"{place} gives {type(selector).__name__} without {', '.join(missing)}; "
-            "docs/EXTENDING.md says what a selector has"
-        )
-    return selector
-
-
-def load_work_model(name: str) -> Any:
-    """The work model of a selection; see :class:`.cost.work_model.WorkModel`."""
-    if name in BUILT_IN:
-        return _of_this_package(BUILT_IN[name].work_model).load()
-    return load_selector(name).work_model
+    return SELECTORS.load(name)
 
 
 def check_whole_documents(name: str, parts: Mapping[str, int]) -> None:
@@ -146,7 +105,7 @@ def check_whole_documents(name: str, parts: Mapping[str, int]) -> None:
     if flag is None:
         return
     built_in = BUILT_IN.get(name)
-    needs = built_in or load_selector(name)
+    needs = built_in or SELECTORS.load(name)
     if getattr(needs, "needs_whole_documents", False):
         raise ConfigError(
             f"{FLAG} {name} with {flag} {parts[flag]}: its probes are the last queries of a "
@@ -155,27 +114,97 @@ def check_whole_documents(name: str, parts: Mapping[str, int]) -> None:
 
 
 def _of_this_package(place: str) -> EntryPoint:
-    return EntryPoint(name=place, value=f"{__package__}.{place}", group=GROUP)
+    return EntryPoint(name=place, value=f"{__package__}.{place}", group=SELECTORS.group)
 
 
-def _installed(name: str) -> tuple[EntryPoint, ...]:
-    return tuple(entry_points(group=GROUP, name=name))
+@dataclass(frozen=True, kw_only=True)
+class Installed:
+    """Objects that other packages bring, by names that a flag takes beside ``built_in`` ones.
+
+    ``group`` is that of their entry points; ``missing`` names what an object lacks.
+    """
+
+    flag: str
+    group: str
+    built_in: Collection[str]
+    missing: Callable[[Any], list[str]]
+
+    def names(self) -> tuple[str, ...]:
+        """Names that the flag takes."""
+        installed = {entry.name for entry in entry_points(group=self.group)}
+        return (*self.built_in, *sorted(installed.difference(self.built_in)))
+
+    def check_name(self, name: str) -> None:
+        """Refuse an unknown name, without loading anything."""
+        if name not in self.built_in and name not in self.names():
+            raise ConfigError(
+                f"{self.flag} {name}: must be one of {', '.join(self.names())} "
+                f"(other packages add names by entry points of {self.group})"
+            )
+
+    def source_of(self, name: str) -> str:
+        """Package and version of another package's object, on which ranks must agree, or ""."""
+        found = () if name in self.built_in else self._named(name)
+        return "; ".join(sorted(map(_described, found)))
+
+    def load(self, name: str) -> Any:
+        """The object of another package.
+
+        Raises:
+            ConfigError: there is none, or more than one, or it cannot be used.
+        """
+        self.check_name(name)
+        found = self._named(name)
+        if len(found) > 1:
+            raise ConfigError(
+                f"{self.flag} {name}: {len(found)} entry points of the group {self.group} have "
+                f"this name ({self.source_of(name)}); uninstall all but one"
+            )
+        place = f"{self.flag} {name}: the entry point {_described(found[0])}"
+        try:
+            given = found[0].load()
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"{place} cannot be loaded: {why}; mend or uninstall it") from error
+        is_class = isinstance(given, type)
+        missing = ["an instance (it is a class)"] if is_class else self.missing(given)
+        if missing:
+            raise ConfigError(
+                f"{place} gives {type(given).__name__} without {', '.join(missing)}; "
+                "docs/EXTENDING.md says what it has"
+            )
+        return given
+
+    def _named(self, name: str) -> tuple[EntryPoint, ...]:
+        return tuple(entry_points(group=self.group, name=name))
 
 
-def _missing(selector: Any) -> list[str]:
-    if isinstance(selector, type):
-        return ["an instance (it is a class)"]
-    missing = [name for name in _METHODS if not callable(getattr(selector, name, None))]
+def _missing_of_selector(selector: Any) -> list[str]:
+    missing = _not_callable(selector, _METHODS)
     if not isinstance(getattr(selector, "by_token", None), bool):
         missing.append("by_token")
     work_model = getattr(selector, "work_model", None)
-    return missing + [
-        f"work_model.{name}"
-        for name in _WORK_METHODS
-        if not callable(getattr(work_model, name, None))
-    ]
+    return missing + [f"work_model.{name}" for name in _not_callable(work_model, _WORK_METHODS)]
+
+
+def _not_callable(given: Any, methods: Collection[str]) -> list[str]:
+    return [name for name in methods if not callable(getattr(given, name, None))]
 
 
 def _described(entry: EntryPoint) -> str:
     origin = "" if entry.dist is None else f" of {entry.dist.name} {entry.dist.version}"
     return f"{entry.name} = {entry.value}{origin}"
+
+
+SELECTORS = Installed(
+    flag=FLAG,
+    group="sparsebalance_megatron.selectors",
+    built_in=BUILT_IN,
+    missing=_missing_of_selector,
+)
+POLICIES = Installed(
+    flag="--sparse-balance-tuning",
+    group="sparsebalance_megatron.budget_policies",
+    built_in=("off", "anchor", "raise"),
+    missing=lambda policy: _not_callable(policy, ("allowed", "tuned_LS")),
+)

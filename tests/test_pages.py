@@ -262,9 +262,6 @@ def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks((ROOT / "docs/PYTHON.md").read_text("utf-8"), "python"):
         run(block)
     example("check_selector")
-    names = extension("floor_policy")
-    assert names["speedup"] > 1.0
-    assert names["fixed"].coverage_mean - 0.1 <= names["floor"].coverage_mean
     capsys.readouterr()
     extension("gpipe")
     assert capsys.readouterr().out.split("\n")[:2] == [str(np.array([22.0]))] * 2

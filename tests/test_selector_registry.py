@@ -20,10 +20,9 @@ from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import QUERY_BLOCK, BlockTopK, work_model_named
 from sparsebalance_megatron.selector_registry import (
     BUILT_IN,
+    SELECTORS,
     load_selector,
     load_work_model,
-    names,
-    source_of,
 )
 
 EXAMPLE = REPOSITORY / "examples" / "selectors"
@@ -64,12 +63,12 @@ def test_every_selection_of_the_package_can_be_loaded(name: str) -> None:
 
 
 def test_a_selector_is_found_by_its_name(packages: Path) -> None:
-    assert {"quest", "absent"} <= set(names())
+    assert {"quest", "absent"} <= set(SELECTORS.names())
     assert SparseBalanceConfig(selection="quest").selection == "quest"
     assert selector_named("quest") is sys.modules["quest"].QUEST
     assert work_model_named("quest") == BlockTopK(per_token=True, per_query_head=False)
-    assert source_of("quest") == "quest = quest:QUEST of selectors 1.0"
-    assert source_of("token-kv-head") == ""
+    assert SELECTORS.source_of("quest") == "quest = quest:QUEST of selectors 1.0"
+    assert SELECTORS.source_of("token-kv-head") == ""
     assert selection_efficiency(work_model_named("quest"), 16) == DEFAULT_EFFICIENCY
     q_THD, k_TGD = torch.randn(50, 4, 8), torch.randn(50, 2, 8)
     how = {"block_size": 16, "softmax_scale": 0.4}

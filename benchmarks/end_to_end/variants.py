@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsebalance_megatron.config import Batching, Tuning
+from sparsebalance_megatron.config import Batching
 
 WARM_UP_BATCHES = 4
 """Warm-up of every variant. Planned ahead, a batch knows what was observed up to the last but one:
@@ -18,7 +18,7 @@ class Variant:
     name: str
     label: str
     batching: Batching
-    tuning: Tuning
+    tuning: str
     dense: bool = False
     """Dense attention in all layers instead of block-sparse."""
     segments: bool = False

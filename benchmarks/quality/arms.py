@@ -4,8 +4,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsebalance_megatron.config import Batching, Tuning
-from sparsebalance_megatron.selector_registry import BUILT_IN, names
+from sparsebalance_megatron.config import Batching
+from sparsebalance_megatron.selector_registry import BUILT_IN, POLICIES, SELECTORS
 
 DENSE, FIXED, PAPER, OURS = "dense", "fixed", "paper", "ours"
 RANDOM = "random"
@@ -37,7 +37,7 @@ class Arm:
     title: str
     selection: str = "token-query-head"
     batching: Batching = "makespan"
-    tuning: Tuning = "off"
+    tuning: str = "off"
     coverage_threshold: float = 0.1
     budget_share: float = 1.0
     dense: bool = False
@@ -129,8 +129,13 @@ ARMS: Mapping[str, Arm] = {
         ),
         *(
             Arm(name=f"fixed-{name}", title=f"fixed budget, {name} selects", selection=name)
-            for name in names()
+            for name in SELECTORS.names()
             if name not in BUILT_IN
+        ),
+        *(
+            Arm(name=name, title=f"budgets by the policy {name}", tuning=name)
+            for name in POLICIES.names()
+            if name not in POLICIES.built_in
         ),
         Arm(name="fixed-again", title="fixed budget, order of arrival", batching="arrival"),
         *(

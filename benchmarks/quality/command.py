@@ -12,9 +12,9 @@ names them.
 
 Arms run seed by seed, what the others are compared with first. A run that has finished with the
 same settings is not run again, and --json is brought up to date after every run, so that the
-command may be stopped and started. With --beside, what an earlier table has is not run again,
-and stands in the new one beside what was. --page rewrites the tables of a page from --json, and
-trains nothing.
+command may be stopped and started; the tables are printed at the end. With --beside, what an
+earlier table has is not run again, and stands in the new one beside what was. --page rewrites the
+tables of a page from --json, and trains nothing.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from end_to_end.command import machine
 
 from quality.arms import ARMS, DENSE, FIXED, USUAL_ARMS, in_order
 from quality.launch import QualityError, budgets_file, execute, prepared_data
-from quality.page import rewrite
+from quality.page import rewrite, tables
 from quality.results import assemble, beside, load, save, seeds_of, write_json
 from quality.run_spec import RunSpec
 from quality.tasks import DEFAULT_TASKS, RECALL, STUDIES, describe, study_of
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except QualityError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+    print(*tables(table), sep="\n\n")
     return verdict(table) if options.quick else 0
 
 

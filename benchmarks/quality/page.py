@@ -43,7 +43,12 @@ def with_tables(text: str, found: Mapping[str, Any], name: str) -> str:
 def sections(found: Mapping[str, Any]) -> Iterator[str]:
     """Markdown: the setting and a table per task."""
     yield _setting(found)
-    for name, arms in found["tasks"].items():
+    yield from tables(found["tasks"])
+
+
+def tables(tasks: Mapping[str, Any]) -> Iterator[str]:
+    """A table per task, of what its arms reach."""
+    for name, arms in tasks.items():
         if arms:
             task = next(task for task in study_of(name).tasks if task.name == name)
             yield f"{_words(task, arms)}\n\n{_scores(task, arms)}"
@@ -108,6 +113,7 @@ def _scores(task: Task, arms: Mapping[str, Any]) -> str:
             values = [seed[number] for seed in arm.get("accuracy_by_length", ())]
             row[f"of {low} to {high - 1} tokens"] = _mean(values, 100.0, 1)
         row |= {
+            "loss": _mean(arm["loss"], digits=4),
             "read dense": _mean(arm["accuracy_dense"], 100.0, 1),
             "block pairs": _mean(arm["work_ratio"]),
             "planned step, µs": _mean(arm.get("planned_step_ms", ()), 1e3, 2),

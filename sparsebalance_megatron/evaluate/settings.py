@@ -13,7 +13,7 @@ from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked
 from sparsebalance_megatron.layer_budgets import DENSE, check_first_blocks, dense_up_to_blocks
-from sparsebalance_megatron.selector_registry import check_name, default_first_blocks
+from sparsebalance_megatron.selector_registry import SELECTORS, default_first_blocks
 
 KEY = "sparse_attention_config"
 """The key of config.json, and the attribute of a ``transformers`` config."""
@@ -152,7 +152,7 @@ def checked_settings(values: Any, config: Any) -> SparseAttention:
         found: SparseAttention = checked(values, SparseAttention)
     except UnreadableFileError as error:
         raise ConfigError(f"{KEY}: {error}") from error
-    check_name(found.sparse_selection)
+    SELECTORS.check_name(found.sparse_selection)
     by_layer = found.sparse_layer_topk_blocks
     if by_layer is not None and len(by_layer) != config.num_hidden_layers:
         raise ConfigError(

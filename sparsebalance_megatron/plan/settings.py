@@ -3,16 +3,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.plan.job import Job
-
-if TYPE_CHECKING:
-    from sparsebalance_megatron.plan.budgets.policy import BudgetPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +19,11 @@ class PlanSettings:
         config: with a number as its ``dense_up_to``.
         max_tokens_per_micro_batch: of one rank's share.
         max_cp_size: most ranks that share a micro-batch (:func:`.job.max_cp_size`).
-        policy: chooses budgets; None is the one that ``tuning`` names.
     """
 
     config: SparseBalanceConfig
     max_tokens_per_micro_batch: int
     max_cp_size: int = 1
-    policy: "BudgetPolicy | None" = None
 
     def with_dense_length(self, tokens: int) -> "PlanSettings":
         """These settings with another length up to which documents are dense."""

@@ -19,7 +19,6 @@ from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, counted_rates
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.flags import MODES
-from sparsebalance_megatron.plan.budgets.policy import BudgetPolicy
 from sparsebalance_megatron.predict.others import dynamic_context_parallel, sorted_batches
 from sparsebalance_megatron.predict.outcome import (
     Outcome,
@@ -51,12 +50,11 @@ _CHOSEN = ("batching", "tuning")
 class Row(NamedTuple):
     """A way to plan: changes of the configuration with the default batching and tuning, in
     words, and whether the attention is Megatron's, with an exchange that takes no time.
-    ``policy``: see :class:`.PlanSettings`. ``placed_by``: see :class:`.Workload`."""
+    ``placed_by``: see :class:`.Workload`."""
 
     changes: Mapping[str, Any]
     meaning: str
     of_megatron: bool = False
-    policy: BudgetPolicy | None = None
     placed_by: Placer | None = None
 
     def of(self, workload: Workload) -> Workload:
@@ -78,7 +76,6 @@ class Row(NamedTuple):
             given,
             config=replace(given.config, **changes),
             max_cp_size=max_cp_size or given.max_cp_size,
-            policy=self.policy,
         )
         planned = replace(workload, plan_settings=settings, placed_by=self.placed_by)
         if cost.exchange.heads_within > 1:
@@ -148,7 +145,7 @@ ROWS: Mapping[str, Row] = {
     DEFAULT: Row(MODES["default"], "placed by the plan, budgets raised where ranks would wait"),
 }
 """The first is what all others are compared with."""
-EXACT_WINDOW = f"{EXACT}, window {_TRIED_WINDOW}"
+EXACT_WINDOW = f"windows of {_TRIED_WINDOW}"
 
 
 def rows_of(workload: Workload) -> dict[str, Row]:

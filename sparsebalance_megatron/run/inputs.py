@@ -36,7 +36,7 @@ from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.windows import Windows
 from sparsebalance_megatron.predict.comparison import WINDOW_STEPS, even_stages, window_lines
 from sparsebalance_megatron.predict.workload import Workload
-from sparsebalance_megatron.selector_registry import source_of
+from sparsebalance_megatron.selector_registry import POLICIES, SELECTORS
 
 _LONGEST_VALUE = 80
 """Characters of a value in fingerprints; a longer one stands there as its digest."""
@@ -331,7 +331,8 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
         "ranks that may share a micro-batch": str(inputs.plan_settings.max_cp_size),
         "training samples": inputs.train.digest(),
         "cost model": str(inputs.cost),
-        "selector of another package": source_of(inputs.config.selection) or "none",
+        "selector of another package": SELECTORS.source_of(inputs.config.selection) or "none",
+        "policy of another package": POLICIES.source_of(inputs.config.tuning) or "none",
         "megatron-core": megatron_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,

@@ -9,6 +9,7 @@ import numpy as np
 from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.predict.comparison import (
+    GIVEN,
     ROWS,
     Comparison,
     TableRow,
@@ -31,7 +32,7 @@ _COLUMNS = {
     "MFU": "operations of the model, recomputation left out, over what the GPUs could do",
     "over Megatron": "time of the fastest row Megatron over that of the row; in brackets the 95 % "
     "interval over steps, of fewer than six steps the least and the greatest",
-    "bound ratio": "step time over the least that any placement and allowed budgets could take",
+    "bound ratio": "step time over the least that any placement could take",
     "idle": "share of the GPUs' time that no micro-batch fills",
     "coverage": "of the router's score mass, by the prior (k/n)^0.35: no training run is read",
     "GiB at most": "of the fullest GPU, counted, with every micro-batch at the token cap; * more "
@@ -51,7 +52,8 @@ def predicted(
     verdict = [f"{name}: left out, {why}." for (name,), why in found.refused.items()]
     best = found.dense.names[0]
     if given != best:
-        verdict.append(f"These flags train as {given}: {over(found.dense, found.given, best)}.")
+        train = "These flags" if given == GIVEN else f"These flags train as {given}"
+        verdict.append(f"{train}: {over(found.dense, found.given, best)}.")
     if (stages := even_stages(workload)) is not None:
         verdict.append(f"{stages}.")
     verdict += [f"{line}." for line in window_lines(workload)]
@@ -137,7 +139,7 @@ def is_unsure(spread: tuple[float, float] | None) -> bool:
 
 
 def _brackets(spread: tuple[float, float] | None) -> str:
-    return "" if spread is None else f" ({spread[0]:.2f} - {spread[1]:.2f})"
+    return "" if spread is None else f" ({spread[0]:.2f}-{spread[1]:.2f})"
 
 
 def _header(workload: Workload, order: str) -> str:

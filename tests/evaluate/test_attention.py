@@ -13,7 +13,7 @@ from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate import configure, settings_of
 from sparsebalance_megatron.evaluate.attention import document_starts, sparse_balance_attention
 from sparsebalance_megatron.evaluate.settings import KEY
-from sparsebalance_megatron.selector_registry import BUILT_IN, GROUP
+from sparsebalance_megatron.selector_registry import BUILT_IN, SELECTORS
 
 TOKENS = 9 * BLOCK + 5
 ROUNDING = 1e-12
@@ -97,7 +97,7 @@ def other_selectors(tmp_path, monkeypatch):
     information.mkdir()
     (information / "METADATA").write_text("Name: selectors\nVersion: 1.0\n")
     names = "quest = quest:QUEST\nfirst-query = query_block:FIRST_QUERY\n"
-    (information / "entry_points.txt").write_text(f"[{GROUP}]\n{names}")
+    (information / "entry_points.txt").write_text(f"[{SELECTORS.group}]\n{names}")
     for folder in (tmp_path, REPOSITORY / "examples" / "selectors"):
         monkeypatch.syspath_prepend(str(folder))
 

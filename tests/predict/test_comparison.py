@@ -3,15 +3,17 @@
 
 from dataclasses import replace
 from itertools import accumulate, count, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from harness import REPOSITORY
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from plan.plan_cases import cost_model
 from predict.predict_cases import workload
 
-from sparsebalance_megatron.config import SparseBalanceConfig
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.predict.comparison import (
     DEFAULT,
@@ -30,6 +32,7 @@ from sparsebalance_megatron.predict.comparison import (
 )
 from sparsebalance_megatron.predict.outcome import Outcome, predict, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
+from sparsebalance_megatron.selector_registry import POLICIES
 
 MAIN_ROWS = [MEGATRON, SORTED, EXACT, "fixed budgets", "paper", DEFAULT]
 EXACT_FLAGS = {"layer_budgets": "dense:all", "tuning": "off"}
@@ -107,6 +110,28 @@ def test_dynamic_context_parallelism_is_compared_without_a_pipeline() -> None:
     by_heads = rows[EXACT].attention(rows[EXACT].of(narrow))
     assert by_heads == "the model's own attention, heads divided where ranks share"
     assert by[DEFAULT].startswith("lists, and dense documents by this package's")
+
+
+def test_a_policy_of_another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least budgets are faster, and lose no more coverage than the threshold allows."""
+    information = tmp_path / "policies-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: policies\nVersion: 1.0\n")
+    entries = "floor = floor:FLOOR\nclass = floor:FloorPolicy\n"
+    (information / "entry_points.txt").write_text(f"[{POLICIES.group}]\n{entries}")
+    for folder in (tmp_path, REPOSITORY / "examples" / "selectors"):
+        monkeypatch.syspath_prepend(str(folder))
+    given = workload(config={"tuning": "floor", "base_budget": 16, "dense_up_to": "0"})
+    rows = rows_of(given)
+    assert given_row(given, rows) == GIVEN
+    fixed, floor = predict(rows["fixed budgets"].of(given)), predict(rows[GIVEN].of(given))
+    assert floor.makespan_ms < fixed.makespan_ms
+    assert fixed.coverage_mean and floor.coverage_mean
+    assert fixed.coverage_mean - 0.1 <= floor.coverage_mean < fixed.coverage_mean
+    with pytest.raises(ConfigError, match=r"flor: must be one of off, anchor, raise, class, floor"):
+        SparseBalanceConfig(tuning="flor")
+    with pytest.raises(ConfigError, match=r"without an instance \(it is a class\)"):
+        predict(workload(config={"tuning": "class"}))
 
 
 def test_rows_of_segments() -> None:

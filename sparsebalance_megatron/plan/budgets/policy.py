@@ -7,10 +7,10 @@ Shape legend: I steps of budgets.
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
-from sparsebalance_megatron.config import Tuning
 from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.budgets.fill import Filling
@@ -32,6 +32,7 @@ from sparsebalance_megatron.plan.search_effort import (
 )
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.selector_registry import POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +211,7 @@ def leading_LS(
     return found_LS
 
 
-BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
+BUDGET_POLICIES: Mapping[str, BudgetPolicy] = {
     "off": BudgetPolicy(),
     "anchor": AnchorPolicy(),
     "raise": RaisePolicy(),
@@ -219,7 +220,14 @@ BUDGET_POLICIES: Mapping[Tuning, BudgetPolicy] = {
 
 def budget_policy(plan_settings: PlanSettings) -> BudgetPolicy:
     """The policy of the settings."""
-    return plan_settings.policy or BUDGET_POLICIES[plan_settings.config.tuning]
+    tuning = plan_settings.config.tuning
+    return BUDGET_POLICIES.get(tuning) or _of_a_package(tuning)
+
+
+@cache
+def _of_a_package(name: str) -> BudgetPolicy:
+    policy: BudgetPolicy = POLICIES.load(name)
+    return policy
 
 
 def budget_problem(

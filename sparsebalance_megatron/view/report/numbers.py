@@ -182,12 +182,7 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
 
 def summarize(steps: Sequence[StepRecord], header: RunHeader | None = None) -> RunSummary:
     after = settled(steps)
-    # The loss of a step follows its lengths, that of a window does not.
-    losses = [
-        fmean(known)
-        for window in whole_windows([(step,) for step in steps])
-        if (known := [step.lm_loss for (step,) in window if step.lm_loss is not None])
-    ]
+    losses = list(window_losses(steps).values())
     tokens = np.array([step.tokens for step in after], dtype=np.float64)
     varying = len(tokens) > 2 and tokens[1:].std() > 0.0 < tokens[:-1].std()
     times_ms = [step.iteration_ms for step in after if step.iteration_ms]
@@ -210,6 +205,16 @@ def summarize(steps: Sequence[StepRecord], header: RunHeader | None = None) -> R
         tokens_variation=float(tokens.std() / tokens.mean()) if tokens.any() else None,
         tokens_correlation=(float(np.corrcoef(tokens[:-1], tokens[1:])[0, 1]) if varying else None),
     )
+
+
+def window_losses(steps: Sequence[StepRecord]) -> dict[int, float]:
+    """Mean loss of every whole window, or of a step without one, by its last iteration. The loss of
+    a step of a window follows its lengths, that of the window does not."""
+    return {
+        window[-1][0].iteration: fmean(known)
+        for window in whole_windows([(step,) for step in steps])
+        if (known := [step.lm_loss for (step,) in window if step.lm_loss is not None])
+    }
 
 
 def tokens_per_second(steps: Sequence[StepRecord], header: RunHeader | None) -> float | None:

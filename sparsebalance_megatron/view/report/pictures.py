@@ -12,7 +12,7 @@ import numpy as np
 from sparsebalance_megatron.log.reader import RunLog
 from sparsebalance_megatron.log.records import Place
 from sparsebalance_megatron.text_table import shown_ms
-from sparsebalance_megatron.view.report.numbers import time_parts
+from sparsebalance_megatron.view.report.numbers import time_parts, window_losses
 from sparsebalance_megatron.view.report.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ COLOURS = {
     "forward": "#8fbde2",
     "backward": "#1f6fb2",
 }
-_INK, _FAINT = "#1b1d20", "#e3e6ea"
+_INK, _BESIDE, _FAINT = "#1b1d20", "#8a8f98", "#e3e6ea"
 _STYLE: dict[Any, Any] = {
     # Text stays text, in the reader's font.
     "svg.fonttype": "none",
@@ -46,7 +46,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 _WITHOUT_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-_NARROW_INCHES, _WIDE_INCHES = 5.5, 13.0
+_NARROW_INCHES, _WIDE_INCHES = 9.0, 13.0
 _BARS_PER_INCH = 7.0
 _EDGES_PER_ROW = 100.0
 """Points of a row's width that edges take at most."""
@@ -106,21 +106,30 @@ def history_picture(logs: Mapping[str, RunLog]) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    colours = dict(zip(logs, (COLOURS["backward"], COLOURS["waiting"]), strict=False))
+    colours = dict(zip(reversed(list(logs)), (COLOURS["backward"], _BESIDE), strict=False))
     with rc_context(_STYLE):
-        figure = Figure(figsize=(7.5, 1.9), layout="constrained")
-        panels = figure.subplots(1, 3)
+        figure = Figure(figsize=(5.2, 5.4), layout="constrained")
+        panels = figure.subplots(3, sharex=True)
         for name, log in logs.items():
             parts = time_parts(log.steps)
             step_ms = parts.sum(axis=1)
-            losses = [math.nan if step.lm_loss is None else step.lm_loss for step in log.steps]
             iterations = [step.iteration for step in log.steps]
-            for axes, values in zip(panels, (step_ms, parts[:, 1] / step_ms, losses), strict=True):
-                axes.plot(iterations, values, ".-", ms=3, lw=1.0, color=colours[name], label=name)
-        for axes, title in zip(panels, ("step, ms", "share of waiting", "loss"), strict=True):
+            losses = [math.nan if step.lm_loss is None else step.lm_loss for step in log.steps]
+            mean_losses = window_losses(log.steps)
+            panels[2].plot(iterations, losses, lw=0.6, alpha=0.4, color=colours[name])
+            for axes, steps, values in (
+                (panels[0], iterations, step_ms),
+                (panels[1], iterations, parts[:, 1] / step_ms),
+                (panels[2], list(mean_losses), list(mean_losses.values())),
+            ):
+                axes.plot(steps, values, ".-", ms=3, lw=1.0, color=colours[name], label=name)
+        has_windows = any(step.window for log in logs.values() for step in log.steps)
+        loss = "loss; bold: mean over a window" if has_windows else "loss"
+        for axes, title in zip(panels, ("step, ms", "share of waiting", loss), strict=True):
             axes.set_title(title)
             axes.grid(axis="y")
             axes.locator_params(nbins=5)
+            axes.yaxis.set_major_formatter("{x:,g}")
         panels[0].legend()
         return _svg(figure)
 

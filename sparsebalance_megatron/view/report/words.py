@@ -182,9 +182,7 @@ def numbers_table(
     if all(run.window_steps == 1 for run in runs.values()):
         rows = {name: cells for name, cells in rows.items() if name not in _OF_WINDOWS}
     return [
-        {"": name, **cells}
-        for name, cells in rows.items()
-        if every or {*cells.values()} != {_NOT_MEASURED}
+        {"": name, **cells} for name, cells in rows.items() if {*cells.values()} != {_NOT_MEASURED}
     ]
 
 
