@@ -32,7 +32,7 @@ INTEGRATION = {
     "HostPlanner": ["config", "job", "cost", "clock"],
     "Job": [
         *("stage_layers", "data_parallel_size", "micro_batches", "context_parallel_size"),
-        *("micro_batch_group_size", "lockstep_ranks"),
+        *("micro_batch_group_size", "lockstep_ranks", "order"),
     ],
     "PlannedLengths": ["samples", "ms", "by_tokens_ms", "lower_bound_ms"],
     "PlannedStep": ["plan", "samples", "scales", "plan_ms", "wait_ms"],
@@ -45,6 +45,7 @@ INTEGRATION = {
     "begin_run": [
         *("config", "transformer_config", "vocab_size", "data_prefix", "seq_length"),
         *("micro_batch_size", "global_batch_size", "split", "seed", "device", "warm_up_samples"),
+        "order",
     ],
     "is_enabled": ["args"],
     "plan_lengths": [
