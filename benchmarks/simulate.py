@@ -53,7 +53,7 @@ _NUMBERS = ("makespan_ms", "bound_ratio", "coverage_mean", "work_ratio", "bubble
 def main(argv: Sequence[str] | None = None) -> None:
     """Plan, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    setups = SETUPS | WINDOW_SETUPS
+    setups = WINDOW_SETUPS | SETUPS
     parser.add_argument("--setup", nargs="+", choices=tuple(setups), help="default: those of rows")
     parser.add_argument("--selection", nargs="+", default=SELECTIONS, metavar="NAME")
     parser.add_argument("--lengths", choices=tuple(LENGTHS), help="default: each setup's")
