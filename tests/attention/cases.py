@@ -299,8 +299,10 @@ def assert_as_good_as_plain(
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
-def assert_right(case: Case, dtype: torch.dtype = torch.float32) -> None:
-    """Triton's results have their dtypes, and are as good as plain torch."""
-    ours = case.ours("triton", dtype)
+def assert_right(
+    case: Case, dtype: torch.dtype = torch.float32, implementation: str = "triton"
+) -> None:
+    """Results have their dtypes, and are as good as plain torch."""
+    ours = case.ours(implementation, dtype)
     assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
     assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))

@@ -2,7 +2,8 @@
 """What every implementation promises of every kind of list, Triton's kernels included.
 
 Triton's run where they are interpreted (see test_triton_interpreted.py), or on a GPU. The others
-compute in float64, and are exact.
+compute in float64, and are exact. Results of a selection with columns are those of masked dense
+attention under the mask of its definition.
 """
 
 import dataclasses
@@ -20,20 +21,31 @@ from attention.cases import (
     assert_as_good_as_plain,
     assert_exact,
     assert_identical,
+    assert_right,
     compute_as_off_the_cpu,
     drawn,
     example_selector,
     make_case,
+    on_device,
     reselected,
     with_columns,
     with_lists,
 )
 from attention.sequence.slices import local_selection, of_members, random_owners, slices_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracles.flash_attention_4 import emulate
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from sparsebalance_megatron.attention.api import budgeted_attention, dense_attention
+from sparsebalance_megatron.attention.api import (
+    block_sparse_attention,
+    budgeted_attention,
+    dense_attention,
+)
+from sparsebalance_megatron.attention.kernels import tile_attention, tokens
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 TRITON: list[Any] = []
 DEVICE = "cpu"
@@ -62,6 +74,7 @@ def _every_kind_but(left_out: str) -> pytest.MarkDecorator:
 
 every_kind = _every_kind_but("none")
 every_list_of_blocks = _every_kind_but("vertical-slash")
+ODD: dict[str, Any] = {"block": 8, "head_dim": 8, "value_dim": 5}
 CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 10
 
 
@@ -70,12 +83,13 @@ def _case(
     implementation: str,
     cu_seqlens: list[int] = CU_SEQLENS,
     budgets: list[int] = BUDGETS,
+    **sizes: Any,
 ) -> Case:
     how: dict[str, Any] = {"block": 16, "head_dim": 16, "value_dim": 8}
     if implementation == "triton":
         # Few heads, since the interpreter is slow.
         how |= {"heads": 2, "kv_heads": 1, "device": DEVICE}
-    return make_case(cu_seqlens, budgets, granularity=granularity, **how)
+    return make_case(cu_seqlens, budgets, granularity=granularity, **how | sizes)
 
 
 def _dtype(implementation: str) -> torch.dtype:
@@ -102,6 +116,105 @@ def _spoilt_past_ends(case: Case) -> Case:
         case = with_columns(case, spoilt(columns.tokens_NGK, columns.counts_NG), columns.counts_NG)
     counts_QC = case.selection.counts_QC
     return with_lists(case, spoilt(case.selection.indices_QCK, counts_QC), counts_QC)
+
+
+PACKINGS = {
+    "own-block-only": ([0, 40], [1]),
+    "odd-length": ([0, 37], [2]),
+    "one-token-documents-mixed-budgets": ([0, 1, 2, 30, 51], [1, 3, 2, 3]),
+    "everything": ([0, 21, 48], [9, 9]),
+    "shorter-than-a-block": ([0, 3, 5, 6], [1, 2, 1]),
+    "many-blocks": ([0, 1, 30, 111, 190], [1, 2, 3, 8]),
+}
+
+
+@st.composite
+def _random_packings(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Boundaries and budgets."""
+    lengths = draw(st.lists(st.integers(1, 45), min_size=1, max_size=4))
+    budgets = draw(st.lists(st.integers(1, 7), min_size=len(lengths), max_size=len(lengths)))
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()], budgets
+
+
+@pytest.mark.parametrize(("granularity", "implementation"), SERVING)
+@given(packing=_random_packings(), kv_heads=st.sampled_from([1, 2, 4]))
+@settings(max_examples=12)
+def test_float64_is_exact(
+    granularity: str, implementation: str, packing: tuple[list[int], list[int]], kv_heads: int
+) -> None:
+    """Lists are those of the definition."""
+    case = _case(granularity, implementation, *packing, kv_heads=kv_heads, **ODD)
+    assert_exact(case.ours(implementation, torch.float64), case.exact())
+
+
+@pytest.mark.parametrize("off_the_cpu", [False, True])
+@pytest.mark.parametrize("packing", PACKINGS)
+@every_kind
+def test_training_precision_is_as_good_as_plain_torch(
+    granularity: str,
+    implementation: str,
+    packing: str,
+    off_the_cpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As computed on the CPU, and on other devices; in both precisions in turn."""
+    if off_the_cpu:
+        compute_as_off_the_cpu(monkeypatch)
+    how: dict[str, Any] = {} if implementation == "triton" else ODD
+    # Triton's interpreter cannot multiply bfloat16.
+    low = torch.float16 if implementation == "triton" else torch.bfloat16
+    how |= {"dtype": (torch.float32, low)[(list(PACKINGS).index(packing) + off_the_cpu) % 2]}
+    case = _case(granularity, implementation, *PACKINGS[packing], **how)
+    assert_right(case, case.q_THD.dtype, implementation)
+
+
+@pytest.mark.parametrize("granularity", BUILT_IN)
+@pytest.mark.parametrize("off_the_cpu", [False, True])
+@pytest.mark.parametrize(
+    ("scores_at_once", "tile_rows", "places_at_once"),
+    [(1, 1, 8), (700, 6, 1), (3000, 16, 2), (3000, 768, 3)],
+)
+def test_results_do_not_depend_on_what_is_computed_at_once(
+    granularity: str,
+    off_the_cpu: bool,
+    scores_at_once: int,
+    tile_rows: int,
+    places_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also as many tiles of tokens as there may be at most, where the host does not read."""
+    case = _case(granularity, "auto", [0, 13, 60], [3, 4], **ODD)
+    whole = case.ours("auto", torch.float64)
+    monkeypatch.setattr(tile_attention, "_SCORES_AT_ONCE", scores_at_once)
+    monkeypatch.setattr(tokens, "_TILE_ROWS", (tile_rows,))
+    monkeypatch.setattr(tokens, "_PLACES_AT_ONCE", places_at_once)
+    if off_the_cpu:
+        compute_as_off_the_cpu(monkeypatch)
+    assert_exact(case.ours("auto", torch.float64), whole)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@every_kind
+def test_recomputed_passes_repeat_every_bit_and_leave_inputs_alone(
+    granularity: str, implementation: str, reentrant: bool
+) -> None:
+    case = _case(granularity, implementation, [0, 30, 51], [3, 2])
+    copies = [x.clone() for x in (case.q_THD, case.k_TGD, case.v_TGF)]
+    selection = on_device(case.selection, case.device)
+
+    def attend(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        how = {"softmax_scale": SCALE, "implementation": implementation}
+        out, lse = block_sparse_attention(*qkv, selection, **how)
+        assert not lse.requires_grad
+        return out, lse
+
+    def recompute(*qkv: Tensor) -> Any:
+        return checkpoint(attend, *qkv, use_reentrant=reentrant)
+
+    both = (case.run(function, torch.float32, case.device) for function in (attend, recompute))
+    assert_identical(*both)
+    for x, copy in zip((case.q_THD, case.k_TGD, case.v_TGF), copies, strict=True):
+        assert torch.equal(x, copy)
 
 
 OWNERS = {

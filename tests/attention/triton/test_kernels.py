@@ -246,38 +246,15 @@ def _attend(inputs: tuple[Tensor, ...], selection: Selection) -> tuple[Tensor, .
     return tuple(x.cpu() for x in (*results, *gradients))
 
 
-QUERY_BLOCK = {"head_dim": 64, "heads": 4, "kv_heads": 2}
 RESULTS = [
-    *(
-        ("previous-block", cu_seqlens, budgets, {"block": block, "dtype": dtype, **QUERY_BLOCK})
-        for cu_seqlens, budgets, block in (
-            ([0, 98], [1], 32),
-            ([0, 201], [2], 32),
-            ([0, 1, 2, 30, 101], [1, 3, 2, 3], 16),
-            ([0, 69, 140], [99, 99], 32),
-            ([0, 3, 5, 6], [1, 2, 1], 64),
-            ([0, 200], [3], 64),
-        )
-        for dtype in (torch.float32, torch.float16)
-    ),
     ("token-kv-head", [0, 1, 2, 30, 71], [1, 3, 2, 3], {"heads": 3}),
     ("token-query-head", [0, 75], [2], {"block": 32, "head_dim": 64, "dtype": torch.float16}),
     ("token-kv-head", [0, 20, 97], [9, 9], {"block": 64, "head_dim": 128, "kv_heads": 2}),
     ("token-query-head", [0, 3, 5], [1, 2], {"block": 64, "head_dim": 80}),
-    ("vertical-slash", [0, 1, 18, 70, 121], [1, 2, 3, 3], {}),
     ("vertical-slash", [0, 130], [7], {"heads": 1}),
-    (
-        *("vertical-slash", [0, 130], [3]),
-        {"block": 32, "head_dim": 64, "kv_heads": 2, "dtype": torch.float16},
-    ),
     ("vertical-slash", [0, 20, 90], [1, 3], {"heads": 3, "head_dim": 24}),
     ("vertical-slash-last-queries", [0, 70], [3], {}),
-    ("vertical-slash", [0, 40, 60], [9, 9], {}),
     ("previous-block", [0, 45], [2], {"heads": 16, "head_dim": 64}),
-    *(
-        (kind, [0, 1, 18, 70, 121], [1, 2, 3, 3], {"dtype": torch.bfloat16, **QUERY_BLOCK})
-        for kind in ("previous-block", "token-kv-head", "token-query-head", "vertical-slash")
-    ),
 ]
 
 EIGHT_HEADS = {"heads": 8, "kv_heads": 2}
@@ -296,11 +273,11 @@ FULL_TILES = [
 
 
 @pytest.mark.parametrize(("kind", "cu_seqlens", "budgets", "how"), RESULTS + FULL_TILES)
-def test_every_result_is_as_good_as_plain_torch(
+def test_other_shapes_are_as_good_as_plain_torch(
     kind: str, cu_seqlens: list[int], budgets: list[int], how: dict[str, Any]
 ) -> None:
-    """One-token documents, odd lengths, budgets that hold everything, documents shorter than a
-    block; columns of several blocks, odd groups. Lists are those of the definition."""
+    """Of heads, groups and blocks that the contract of all kernels does not ask for. Lists are
+    those of the definition."""
     case = _case(cu_seqlens, budgets, granularity=kind, **{"value_dim": 8} | how)
     if case.selection.columns is not None and INTERPRETED:
         assert torch.equal(case.mask_HTT, case.listed_HTT)
