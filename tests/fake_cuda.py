@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -49,6 +49,10 @@ class FakeCuda(FakeTensorMode):
             # Not CUDA, which the CPU adapter may have replaced.
             kwargs = kwargs | {"device": torch.device("cuda", 0)}
         return super().dispatch(func, types, args, kwargs)
+
+
+# Else torch asks for the device as autograd's engine does.
+FakeTensor.is_cuda = property(lambda x: x.device.type == "cuda")
 
 
 def _by_copied_to() -> bool:
