@@ -80,7 +80,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("tests/plan/test_planner.py", "tests/learn/test_scheduler.py"),
         "tests/plan/test_golden_plans.py",
     ),
-    "cost/table": ("tests/bad_inputs/test_cost_tables.py", "tests/cost/test_model.py"),
+    "cost/table": ("tests/cost/test_model.py",),
     "cost/": (
         *("tests/cost/test_model.py", "tests/cost/test_fit.py"),
         "tests/learn/test_step_planner.py",
