@@ -33,19 +33,19 @@ from sparsebalance_megatron.attention.selection import ColumnLists
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 BLOCK = 8
-serving = pytest.mark.parametrize(("granularity", "implementation"), SERVING)
+serving = pytest.mark.parametrize(("kind", "implementation"), SERVING)
 
 
 def _case(
-    cu_seqlens: list[int], budgets: list[int], granularity: str = "previous-block", **settings: Any
+    cu_seqlens: list[int], budgets: list[int], kind: str = "previous-block", **settings: Any
 ) -> Case:
     how = {"block": BLOCK, "head_dim": 8, "value_dim": 5} | settings
-    return make_case(cu_seqlens, budgets, granularity=granularity, **how)
+    return make_case(cu_seqlens, budgets, kind=kind, **how)
 
 
 @serving
-def test_a_sink_is_a_key_whose_value_is_zero(granularity: str, implementation: str) -> None:
-    case = _case([0, 21, 48], [2, 3], granularity)
+def test_a_sink_is_a_key_whose_value_is_zero(kind: str, implementation: str) -> None:
+    case = _case([0, 21, 48], [2, 3], kind)
     sink_H = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     sinks = [sink_H.clone().requires_grad_() for _ in range(2)]
 
@@ -64,8 +64,8 @@ def test_a_sink_is_a_key_whose_value_is_zero(granularity: str, implementation: s
 def test_wrong_arguments_are_named() -> None:
     case = _case([0, 20], [2])
     q, k, v, lists = case.q_THD, case.k_TGD, case.v_TGF, case.selection
-    by_token = _case([0, 20], [2], granularity="token-kv-head").selection
-    columns = _case([0, 60], [4], granularity="vertical-slash").selection.columns
+    by_token = _case([0, 20], [2], kind="token-kv-head").selection
+    columns = _case([0, 60], [4], kind="vertical-slash").selection.columns
     assert columns is not None
     columns = ColumnLists(tokens_NGK=columns.tokens_NGK[:3, :1], counts_NG=columns.counts_NG[:3])
     other = packed_layout([0, 20], 2 * BLOCK, "cpu")
@@ -95,7 +95,7 @@ def test_wrong_arguments_are_named() -> None:
             block_sparse_attention(*inputs, softmax_scale=1.0, **how)
 
 
-@pytest.mark.parametrize("granularity", list(BUILT_IN))
+@pytest.mark.parametrize("kind", list(BUILT_IN))
 @pytest.mark.parametrize(
     ("boundaries", "budgets"),
     [
@@ -104,14 +104,14 @@ def test_wrong_arguments_are_named() -> None:
         ([0, 21, 48], np.array([2, 3])),
     ],
 )
-def test_one_call_is_its_steps(granularity: str, boundaries: Any, budgets: Any) -> None:
-    case = _case([0, 21, 48], [2, 3], granularity=granularity)
+def test_one_call_is_its_steps(kind: str, boundaries: Any, budgets: Any) -> None:
+    case = _case([0, 21, 48], [2, 3], kind=kind)
     one_call = case.run(
         lambda q, k, v: budgeted_attention(
             *(q, k, v, boundaries, budgets),
             block_size=BLOCK,
             softmax_scale=SCALE,
-            selection=granularity,
+            selection=kind,
         ),
         torch.float32,
     )
@@ -140,14 +140,14 @@ def test_wrong_arguments_of_the_one_call_are_named(changed: dict[str, Any], mess
 
 
 @pytest.mark.parametrize(
-    ("granularity", "other"), [("previous-block", "blocks"), ("token-kv-head", "tokens")]
+    ("kind", "other"), [("previous-block", "blocks"), ("token-kv-head", "tokens")]
 )
 def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
-    granularity: str, other: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stands in for a query on a GPU, which this choice only looks at."""
     monkeypatch.setattr(triton_module, "capability_of", lambda _: (9, 0))
-    case = make_case([0, 40], [2], block=16, head_dim=64, granularity=granularity)
+    case = make_case([0, 40], [2], block=16, head_dim=64, kind=kind)
     selection = case.selection
     half, double = (
         SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(40, 2, 64))
