@@ -20,7 +20,6 @@ settings.load_profile("sparse-balance")
 
 
 PROCESS_PATHS = (
-    "attention/select/test_streaming.py",
     "cli/test_plan.py",
     "cli/test_logged_runs.py",
     "test_distribution.py",

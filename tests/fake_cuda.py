@@ -151,16 +151,15 @@ class Launches(TorchDispatchMode):
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of storages on a device that live at once; ``most`` of them so far.
+    """Bytes of storages on CUDA that live at once; ``most`` of them so far.
 
     Args:
         before: whose tensors do not count.
     """
 
-    def __init__(self, device: str = "cuda", before: Iterable[Any] = ()) -> None:
+    def __init__(self, before: Iterable[Any] = ()) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._device = device
         self._seen = {x.untyped_storage()._cdata for x in before if isinstance(x, Tensor)}
 
     def __torch_dispatch__(
@@ -168,7 +167,7 @@ class PeakMemory(TorchDispatchMode):
     ) -> Any:
         results = function(*arguments, **(keywords or {}))
         for result in tree_leaves(results):
-            if isinstance(result, Tensor) and result.device.type == self._device:
+            if isinstance(result, Tensor) and result.device.type == "cuda":
                 storage = result.untyped_storage()
                 if storage._cdata not in self._seen and storage.nbytes():
                     self._seen.add(storage._cdata)
