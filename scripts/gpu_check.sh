@@ -141,7 +141,7 @@ stage() {
             for tool in memcheck racecheck; do
                 limited "$((minutes * 30 - 5))s" compute-sanitizer --tool "${tool}" --error-exitcode 9 \
                     --target-processes all python -m pytest -m gpu -q -p no:cacheprovider \
-                    tests/attention/triton/test_kernels.py -k 'full_tiles and 64-64' \
+                    tests/attention/kernels/triton/test_kernels.py -k 'full_tiles and 64-64' \
                     --outcomes "${OUT}/sanitizer_${tool}.jsonl" || return
             done
             ;;

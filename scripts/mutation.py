@@ -48,7 +48,7 @@ LEAST_LIMIT_S = 10.0
 _MEMORY_BYTES = 14 << 30
 CP_SIZES = "tests/plan/test_cp_sizes.py"
 SEGMENTS = "tests/plan/test_segments.py"
-CONTRACT = "tests/attention/test_kernel_contract.py"
+CONTRACT = "tests/attention/kernels/test_contract.py"
 ATTENTION = "tests/attention/test_api.py"
 TESTS: dict[str, tuple[str, ...]] = {
     "plan/budgets/": (
@@ -62,7 +62,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/search/segments": (SEGMENTS, "tests/plan/test_segments_shared.py"),
     "plan/search/": (
         *("tests/plan/search/test_annealing.py", "tests/plan/search/test_moves.py"),
-        *(CP_SIZES, "tests/plan/test_more_allowed.py"),
+        *(CP_SIZES, "tests/plan/test_candidates.py"),
     ),
     "plan/step_costs": (CP_SIZES, "tests/plan/test_step_costs.py"),
     "plan/step_problem": (CP_SIZES, SEGMENTS, "tests/plan/test_lockstep_plans.py"),
@@ -80,7 +80,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("tests/plan/test_planner.py", "tests/learn/test_scheduler.py"),
         "tests/plan/test_golden_plans.py",
     ),
-    "cost/table": ("tests/bad_inputs/test_cost_tables.py", "tests/cost/test_model.py"),
+    "cost/table": ("tests/cost/test_model.py",),
     "cost/": (
         *("tests/cost/test_model.py", "tests/cost/test_fit.py"),
         "tests/learn/test_step_planner.py",
@@ -96,9 +96,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "attention/select/vertical_slash": ("tests/attention/select/test_vertical_slash.py",),
     "attention/select/": (
         *("tests/attention/select/test_block_topk.py", CONTRACT),
-        "tests/attention/select/test_memory.py",
+        "tests/attention/select/test_streaming.py",
     ),
-    "attention/kernels/dense": (CONTRACT, "tests/attention/test_dense_documents.py"),
+    "attention/kernels/dense": (CONTRACT,),
     "attention/": (CONTRACT, ATTENTION),
     "data/documents": (
         *("tests/data/test_samples.py", "tests/data/test_blend.py", "tests/data/test_prepare.py"),
@@ -117,14 +117,14 @@ TESTS: dict[str, tuple[str, ...]] = {
     "log/files": ("tests/log/test_files.py", "tests/log/test_reader.py"),
     "log/": ("tests/log/test_reader.py", "tests/log/test_records.py"),
     "run/": (
-        *("tests/run/test_sample_reader.py", "tests/run/test_timing.py"),
+        *("tests/run/test_micro_batches.py", "tests/megatron/test_timing.py"),
         *("tests/run/test_forward_step.py", "tests/run/test_sinks.py"),
         *("tests/run/test_resume.py", "tests/cli/test_dry_run.py", "tests/run/test_segments.py"),
     ),
     "data/samples": ("tests/data/test_samples.py", "tests/data/test_blend.py"),
     "data/": (
         *("tests/data/test_samples.py", "tests/data/test_prepare.py"),
-        "tests/bad_inputs/test_data_files.py",
+        "tests/data/test_documents.py",
     ),
 }
 """Tests that are run beside those that mirror a file, by the beginning of its path; the first that

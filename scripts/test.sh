@@ -27,7 +27,7 @@ PASSED="$(git rev-parse --git-path kernels-passed 2>/dev/null || echo /dev/null)
 IS_PUSH=0
 if (($# == 0)) && [[ "${TIER[*]}" == '-m not nightly' ]]; then IS_PUSH=1; fi
 if ((IS_PUSH)) && [[ -n "${KERNELS}" && "$(cat "${PASSED}" 2>/dev/null)" == "${KERNELS}" ]]; then
-    TIER+=(--deselect tests/attention/test_triton_interpreted.py)
+    TIER+=(--deselect tests/attention/kernels/test_triton_interpreted.py)
 fi
 # In the order of tests/conftest.py, which begins with the longest files.
 python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10 \

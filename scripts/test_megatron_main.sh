@@ -14,13 +14,13 @@ VERSION=0.20.0
 
 # What knows Megatron's symbols and flags; flag-off identity; checkpoints; two layouts of one model.
 LEG=(
-    tests/test_compat.py
+    tests/megatron/test_compat.py
     tests/test_support.py
     tests/megatron/test_arguments.py
     tests/run/test_flag_off.py
     tests/run/test_resume.py::test_checkpoints_go_from_megatron_to_the_plugin_to_two_ranks_and_back
     "tests/run/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[layers-pipeline]"
-    "tests/run/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[wide]"
+    "tests/run/test_matrix.py::test_layout_trains_to_the_losses_of_one_rank[shared]"
 )
 
 check_version() {

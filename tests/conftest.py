@@ -20,19 +20,18 @@ settings.load_profile("sparse-balance")
 
 
 PROCESS_PATHS = (
-    "attention/select/test_memory.py",
     "cli/test_plan.py",
     "cli/test_logged_runs.py",
     "test_distribution.py",
     "test_supported.py",
     "megatron/test_dense_models.py",
-    "profile/test_command.py",
+    "profile/test_profile.py",
     "cli/test_dry_run.py",
 )
 """They start processes, compile kernels, fill memory or plan many ranks."""
 NIGHTLY_PATHS = ("test_pages.py", "test_patches.py")
 """What they guard changes with other projects, or with pages."""
-LONGEST_FILES = ("attention/test_triton_interpreted.py", "benchmarks/", "run/")
+LONGEST_FILES = ("attention/kernels/test_triton_interpreted.py", "benchmarks/", "run/")
 """Where a file takes minutes. They are begun first: processes that run files side by side then end
 together."""
 

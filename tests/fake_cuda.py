@@ -10,20 +10,19 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import Node, get_gradient_edge
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from sparsebalance_megatron.attention.device import copied_to
 
-CUDA = torch.device("cuda:0")
+CUDA, META = torch.device("cuda:0"), torch.device("meta")
 HOPPER = (9, 0)
 ALIGNMENT_BYTES = 16
 """What kernels are compiled for; a pointer that lies otherwise compiles one anew."""
@@ -35,9 +34,25 @@ _WITHOUT_LAUNCH = {
 
 
 class FakeCuda(FakeTensorMode):
-    """Fake tensors whose CUDA never looks for a driver, whatever ``torch.cuda`` answers."""
+    """Fake tensors whose CUDA never looks for a driver, whatever ``torch.cuda`` answers.
+
+    Autograd's engine asks a tensor for its device to find a stream. It is told ``meta``, which has
+    none; what it then makes on ``meta`` lies on CUDA.
+    """
 
     avoid_device_init = True
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and args[0].fake_device.type == "cuda":
+            return META
+        if kwargs and kwargs.get("device") == META:
+            # Not CUDA, which the CPU adapter may have replaced.
+            kwargs = kwargs | {"device": torch.device("cuda", 0)}
+        return super().dispatch(func, types, args, kwargs)
+
+
+# Else torch asks for the device as autograd's engine does.
+FakeTensor.is_cuda = property(lambda x: x.device.type == "cuda")
 
 
 def _by_copied_to() -> bool:
@@ -136,16 +151,15 @@ class Launches(TorchDispatchMode):
 
 
 class PeakMemory(TorchDispatchMode):
-    """Bytes of storages on a device that live at once; ``most`` of them so far.
+    """Bytes of storages on CUDA that live at once; ``most`` of them so far.
 
     Args:
         before: whose tensors do not count.
     """
 
-    def __init__(self, device: str = "cuda", before: Iterable[Any] = ()) -> None:
+    def __init__(self, before: Iterable[Any] = ()) -> None:
         super().__init__()
         self.now = self.most = 0
-        self._device = device
         self._seen = {x.untyped_storage()._cdata for x in before if isinstance(x, Tensor)}
 
     def __torch_dispatch__(
@@ -153,7 +167,7 @@ class PeakMemory(TorchDispatchMode):
     ) -> Any:
         results = function(*arguments, **(keywords or {}))
         for result in tree_leaves(results):
-            if isinstance(result, Tensor) and result.device.type == self._device:
+            if isinstance(result, Tensor) and result.device.type == "cuda":
                 storage = result.untyped_storage()
                 if storage._cdata not in self._seen and storage.nbytes():
                     self._seen.add(storage._cdata)
@@ -179,76 +193,3 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         patch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
         patch.setattr(Tensor, "pin_memory", lambda host: host)
         yield mode
-
-
-def run_backward(
-    tensors: Sequence[Tensor],
-    gradients: Sequence[Tensor | None],
-    accumulated: Mapping[Tensor, Callable[[], None]],
-) -> None:
-    """Accumulate gradients in leaves; ``accumulated`` has what is called when a leaf's has come."""
-    edges = [get_gradient_edge(tensor) for tensor in tensors]
-    awaited = _uses([edge.node for edge in edges])
-    found: dict[Node, dict[int, Tensor]] = {}
-    for edge, tensor, gradient in zip(edges, tensors, gradients, strict=True):
-        given = torch.ones_like(tensor) if gradient is None else gradient
-        _add(found, edge.node, edge.output_nr, given)
-    ready = [node for node in dict.fromkeys(edge.node for edge in edges) if not awaited[node]]
-    while ready:
-        node = ready.pop()
-        results = _applied(node, found.pop(node, {}))
-        if (leaf := getattr(node, "variable", None)) is not None and leaf in accumulated:
-            accumulated[leaf]()
-        for (following, place), gradient in zip(node.next_functions, results, strict=False):
-            if following is None:
-                continue
-            if gradient is not None:
-                _add(found, following, place, gradient)
-            awaited[following] -= 1
-            if not awaited[following]:
-                ready.append(following)
-
-
-def _uses(roots: Sequence[Node]) -> Counter[Node]:
-    """How many nodes hand a gradient to each node."""
-    uses: Counter[Node] = Counter()
-    seen, left = set(roots), list(roots)
-    while left:
-        for following, _ in left.pop().next_functions:
-            if following is not None:
-                uses[following] += 1
-                if following not in seen:
-                    seen.add(following)
-                    left.append(following)
-    return uses
-
-
-def _add(found: dict[Node, dict[int, Tensor]], node: Any, place: int, gradient: Tensor) -> None:
-    """Add a gradient, in the form that the node's output has."""
-    form = node._input_metadata[place]
-    assert gradient.device == form.device, f"{node.name()}: {gradient.device}, not {form.device}"
-    gradient = gradient.sum_to_size(form.shape).to(form.dtype)
-    inputs = found.setdefault(node, {})
-    inputs[place] = inputs[place] + gradient if place in inputs else gradient
-
-
-@torch.no_grad()
-def _applied(node: Any, inputs: Mapping[int, Tensor]) -> Sequence[Tensor | None]:
-    """What a node hands on, one for each of its next functions."""
-    forms = node._input_metadata
-    if not inputs:
-        return [None] * len(node.next_functions)
-    if callable(node):
-        results = node(*(inputs.get(place) for place in range(len(forms))))
-        return results if isinstance(results, tuple) else (results,)
-    # A function of Python, which takes zeros for what is not there, and results for all arguments.
-    given = [
-        inputs[place]
-        if place in inputs
-        else torch.zeros(form.shape, dtype=form.dtype, device=form.device)
-        for place, form in enumerate(forms)
-    ]
-    results = node.apply(*given)
-    results = results if isinstance(results, tuple) else (results,)
-    wanted = iter([x for x, need in zip(results, node.needs_input_grad, strict=False) if need])
-    return [None if following is None else next(wanted) for following, _ in node.next_functions]

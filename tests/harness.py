@@ -173,11 +173,9 @@ def train(ranks: int, documents: Path, *flags: str, **options: Any) -> TrainingR
     return run_training(ranks, (*common, *flags), **options)
 
 
-def run_program(
-    program: Sequence[str], folder: Path, timeout_s: float = TIMEOUT_S
-) -> subprocess.CompletedProcess[str]:
+def run_program(program: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """``python PROGRAM...`` in ``folder``, on a machine without a GPU, started without torchrun."""
-    return run_alone(program, environment=python_environment(), folder=folder, timeout_s=timeout_s)
+    return run_alone(program, environment=python_environment(), folder=folder, timeout_s=TIMEOUT_S)
 
 
 def _run_torchrun(

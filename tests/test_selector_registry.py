@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import REPOSITORY
+from step_cases import SHAPE
 
 from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.attention.select import selector_named
@@ -16,7 +17,6 @@ from sparsebalance_megatron.cost.model import (
     CostModel,
     selection_efficiency,
 )
-from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import QUERY_BLOCK, BlockTopK, work_model_named
 from sparsebalance_megatron.selector_registry import (
     BUILT_IN,
@@ -84,13 +84,8 @@ def test_shared_lists_of_another_package_are_counted_as_shared(
 ) -> None:
     """Rates follow from the work, not from a name."""
     monkeypatch.setattr(type(load_selector("quest")), "work_model", QUERY_BLOCK)
-    shape = ModelShape(
-        **{"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "head_dim": 16},
-        **{"num_query_groups": 4, "vocab_size": 512, "tensor_parallel_size": 1},
-        gated_linear_unit=True,
-    )
     theirs, ours = (
-        CostModel.analytic(shape, 256, selection=name) for name in ("quest", "previous-block")
+        CostModel.analytic(SHAPE, 256, selection=name) for name in ("quest", "previous-block")
     )
     assert theirs.forward_ms == ours.forward_ms and theirs.efficiency == ours.efficiency
 

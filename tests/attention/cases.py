@@ -70,7 +70,7 @@ class Case:
     v_TGF: Tensor
     dout_THF: Tensor
     budgets: list[int]
-    granularity: str
+    kind: str
     selection: Selection
     device: str = "cpu"
 
@@ -80,9 +80,9 @@ class Case:
         layout = self.selection.query_layout
         cut = list(layout.cu_seqlens), layout.block_size
         inputs = self.q_THD, self.k_TGD, *cut
-        if not self.granularity.startswith("vertical-slash"):
-            return self._mask(oracle.moba_lists(*inputs, self.budgets, self.granularity))
-        looks_ahead = self.granularity == "vertical-slash-last-queries"
+        if not self.kind.startswith("vertical-slash"):
+            return self._mask(oracle.moba_lists(*inputs, self.budgets, self.kind))
+        looks_ahead = self.kind == "vertical-slash-last-queries"
         ranked = column_oracle.ranked(*inputs, SCALE, looks_ahead=looks_ahead)
         budgets = [self.budgets[document] for document in layout.document_N.tolist()]
         choices = {
@@ -105,7 +105,7 @@ class Case:
         layout = self.selection.query_layout
         heads = self.q_THD.shape[1], self.selection.indices_QCK.shape[1]
         cut = list(layout.cu_seqlens), layout.block_size
-        return oracle.token_mask(blocks, *heads, *cut, self.granularity, columns)
+        return oracle.token_mask(blocks, *heads, *cut, self.kind, columns)
 
     def run(
         self, function: Callable[..., Any], dtype: torch.dtype, device: str = "cpu"
@@ -149,7 +149,7 @@ def make_case(
     block: int,
     head_dim: int,
     value_dim: int | None = None,
-    granularity: str = "previous-block",
+    kind: str = "previous-block",
     heads: int = 4,
     kv_heads: int = 2,
     dtype: torch.dtype = torch.float32,
@@ -161,8 +161,8 @@ def make_case(
     shapes = (heads, head_dim), (kv_heads, head_dim), (kv_heads, value_dim), (heads, value_dim)
     q, k, v, dout = (torch.randn(tokens, *shape, generator=generator).to(dtype) for shape in shapes)
     layout = packed_layout(cu_seqlens, block, "cpu")
-    selection = selected(granularity, q, k, layout, budgets)
-    return Case(q, k, v, dout, budgets, granularity, selection, device)
+    selection = selected(kind, q, k, layout, budgets)
+    return Case(q, k, v, dout, budgets, kind, selection, device)
 
 
 def drawn(tokens: int, *heads: int, head_dim: int = 8, seed: int = 0) -> list[Tensor]:
@@ -201,7 +201,7 @@ def selected(
 def reselected(case: Case) -> Case:
     """The case with the lists that its queries and keys give."""
     layout = case.selection.query_layout
-    selection = selected(case.granularity, case.q_THD, case.k_TGD, layout, case.budgets)
+    selection = selected(case.kind, case.q_THD, case.k_TGD, layout, case.budgets)
     return dataclasses.replace(case, selection=selection)
 
 
@@ -299,8 +299,10 @@ def assert_as_good_as_plain(
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
-def assert_right(case: Case, dtype: torch.dtype = torch.float32) -> None:
-    """Triton's results have their dtypes, and are as good as plain torch."""
-    ours = case.ours("triton", dtype)
+def assert_right(
+    case: Case, dtype: torch.dtype = torch.float32, implementation: str = "triton"
+) -> None:
+    """Results have their dtypes, and are as good as plain torch."""
+    ours = case.ours(implementation, dtype)
     assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
     assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every implementation against attention in Python loops, in float64 and in training precision.
-
-Triton's kernels have tests of their own beside these; of a selection with columns the expected
-results are those of masked dense attention under the mask of its definition.
-"""
+"""The public calls: sinks, arguments, one call for all steps, and which implementation runs."""
 
 import dataclasses
 import re
@@ -19,96 +15,37 @@ from attention.cases import (
     SCALE,
     SERVING,
     Case,
-    assert_as_good_as_plain,
     assert_exact,
     assert_identical,
-    compute_as_off_the_cpu,
     make_case,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from oracles import attention as oracle
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from sparsebalance_megatron.attention.api import (
     _resolve,
     block_sparse_attention,
     budgeted_attention,
 )
-from sparsebalance_megatron.attention.kernels import tile_attention
-from sparsebalance_megatron.attention.kernels import tokens as tokens_module
 from sparsebalance_megatron.attention.kernels import triton as triton_module
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.selection import ColumnLists
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
-BLOCK, HEAD_DIM, VALUE_DIM = 8, 8, 5
-PACKINGS = {
-    "own-block-only": ([0, 40], [1]),
-    "odd-length": ([0, 37], [2]),
-    "one-token-documents-mixed-budgets": ([0, 1, 2, 30, 51], [1, 3, 2, 3]),
-    "everything": ([0, 21, 48], [9, 9]),
-    "shorter-than-a-block": ([0, 3, 5, 6], [1, 2, 1]),
-    "many-blocks": ([0, 1, 30, 111, 190], [1, 2, 3, 8]),
-}
-serving = pytest.mark.parametrize(("granularity", "implementation"), SERVING)
+BLOCK = 8
+serving = pytest.mark.parametrize(("kind", "implementation"), SERVING)
 
 
 def _case(
-    cu_seqlens: list[int], budgets: list[int], granularity: str = "previous-block", **settings: Any
+    cu_seqlens: list[int], budgets: list[int], kind: str = "previous-block", **settings: Any
 ) -> Case:
-    how = {"block": BLOCK, "head_dim": HEAD_DIM, "value_dim": VALUE_DIM} | settings
-    return make_case(cu_seqlens, budgets, granularity=granularity, **how)
-
-
-@st.composite
-def _random_packings(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Boundaries and budgets."""
-    lengths = draw(st.lists(st.integers(1, 45), min_size=1, max_size=4))
-    budgets = draw(st.lists(st.integers(1, 7), min_size=len(lengths), max_size=len(lengths)))
-    return [0, *torch.tensor(lengths).cumsum(0).tolist()], budgets
+    how = {"block": BLOCK, "head_dim": 8, "value_dim": 5} | settings
+    return make_case(cu_seqlens, budgets, kind=kind, **how)
 
 
 @serving
-@given(packing=_random_packings(), kv_heads=st.sampled_from([1, 2, 4]))
-@settings(max_examples=12)
-def test_float64_is_exact(
-    granularity: str, implementation: str, packing: tuple[list[int], list[int]], kv_heads: int
-) -> None:
-    case = _case(*packing, granularity, kv_heads=kv_heads)
-    assert_exact(case.ours(implementation, torch.float64), case.exact())
-
-
-@pytest.mark.parametrize(
-    ("packing", "off_the_cpu", "dtype"),
-    [
-        (packing, off_the_cpu, (torch.float32, torch.bfloat16)[(i + off_the_cpu) % 2])
-        for i, packing in enumerate(PACKINGS.values())
-        for off_the_cpu in (False, True)
-    ],
-)
-@serving
-def test_training_precision_is_as_good_as_plain_torch(
-    packing: tuple[list[int], list[int]],
-    granularity: str,
-    implementation: str,
-    dtype: torch.dtype,
-    off_the_cpu: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As computed on the CPU, and on other devices."""
-    if off_the_cpu:
-        compute_as_off_the_cpu(monkeypatch)
-    case = _case(*packing, granularity, dtype=dtype)
-    ours = case.ours(implementation, dtype)
-    assert [x.dtype for x in ours] == [dtype, torch.float32, dtype, dtype, dtype]
-    assert_as_good_as_plain(case, ours, dtype, case.plain(torch.float64))
-
-
-@serving
-def test_a_sink_is_a_key_whose_value_is_zero(granularity: str, implementation: str) -> None:
-    case = _case([0, 21, 48], [2, 3], granularity)
+def test_a_sink_is_a_key_whose_value_is_zero(kind: str, implementation: str) -> None:
+    case = _case([0, 21, 48], [2, 3], kind)
     sink_H = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     sinks = [sink_H.clone().requires_grad_() for _ in range(2)]
 
@@ -124,58 +61,11 @@ def test_a_sink_is_a_key_whose_value_is_zero(granularity: str, implementation: s
     torch.testing.assert_close(sinks[0].grad, sinks[1].grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("granularity", BUILT_IN)
-@pytest.mark.parametrize("off_the_cpu", [False, True])
-@pytest.mark.parametrize(
-    ("scores_at_once", "tile_rows", "places_at_once"),
-    [(1, 1, 8), (700, 6, 1), (3000, 16, 2), (3000, 768, 3)],
-)
-def test_results_do_not_depend_on_what_is_computed_at_once(
-    granularity: str,
-    off_the_cpu: bool,
-    scores_at_once: int,
-    tile_rows: int,
-    places_at_once: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Also as many tiles of tokens as there may be at most, where the host does not read."""
-    case = _case([0, 13, 60], [3, 4], granularity)
-    whole = case.ours("auto", torch.float64)
-    monkeypatch.setattr(tile_attention, "_SCORES_AT_ONCE", scores_at_once)
-    monkeypatch.setattr(tokens_module, "_TILE_ROWS", (tile_rows,))
-    monkeypatch.setattr(tokens_module, "_PLACES_AT_ONCE", places_at_once)
-    if off_the_cpu:
-        compute_as_off_the_cpu(monkeypatch)
-    assert_exact(case.ours("auto", torch.float64), whole)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@serving
-def test_recomputed_passes_repeat_every_bit_and_leave_inputs_alone(
-    granularity: str, implementation: str, reentrant: bool
-) -> None:
-    case = _case([0, 30, 51], [3, 2], granularity)
-    copies = [x.clone() for x in (case.q_THD, case.k_TGD, case.v_TGF)]
-
-    def attend(*qkv: Tensor) -> tuple[Tensor, Tensor]:
-        how = {"softmax_scale": SCALE, "implementation": implementation}
-        out, lse = block_sparse_attention(*qkv, case.selection, **how)
-        assert not lse.requires_grad
-        return out, lse
-
-    def recompute(*qkv: Tensor) -> Any:
-        return checkpoint(attend, *qkv, use_reentrant=reentrant)
-
-    assert_identical(*(case.run(function, torch.float32) for function in (attend, recompute)))
-    for x, copy in zip((case.q_THD, case.k_TGD, case.v_TGF), copies, strict=True):
-        assert torch.equal(x, copy)
-
-
 def test_wrong_arguments_are_named() -> None:
     case = _case([0, 20], [2])
     q, k, v, lists = case.q_THD, case.k_TGD, case.v_TGF, case.selection
-    by_token = _case([0, 20], [2], granularity="token-kv-head").selection
-    columns = _case([0, 60], [4], granularity="vertical-slash").selection.columns
+    by_token = _case([0, 20], [2], kind="token-kv-head").selection
+    columns = _case([0, 60], [4], kind="vertical-slash").selection.columns
     assert columns is not None
     columns = ColumnLists(tokens_NGK=columns.tokens_NGK[:3, :1], counts_NG=columns.counts_NG[:3])
     other = packed_layout([0, 20], 2 * BLOCK, "cpu")
@@ -205,7 +95,7 @@ def test_wrong_arguments_are_named() -> None:
             block_sparse_attention(*inputs, softmax_scale=1.0, **how)
 
 
-@pytest.mark.parametrize("granularity", list(BUILT_IN))
+@pytest.mark.parametrize("kind", list(BUILT_IN))
 @pytest.mark.parametrize(
     ("boundaries", "budgets"),
     [
@@ -214,14 +104,14 @@ def test_wrong_arguments_are_named() -> None:
         ([0, 21, 48], np.array([2, 3])),
     ],
 )
-def test_one_call_is_its_steps(granularity: str, boundaries: Any, budgets: Any) -> None:
-    case = _case([0, 21, 48], [2, 3], granularity=granularity)
+def test_one_call_is_its_steps(kind: str, boundaries: Any, budgets: Any) -> None:
+    case = _case([0, 21, 48], [2, 3], kind=kind)
     one_call = case.run(
         lambda q, k, v: budgeted_attention(
             *(q, k, v, boundaries, budgets),
             block_size=BLOCK,
             softmax_scale=SCALE,
-            selection=granularity,
+            selection=kind,
         ),
         torch.float32,
     )
@@ -250,14 +140,14 @@ def test_wrong_arguments_of_the_one_call_are_named(changed: dict[str, Any], mess
 
 
 @pytest.mark.parametrize(
-    ("granularity", "other"), [("previous-block", "blocks"), ("token-kv-head", "tokens")]
+    ("kind", "other"), [("previous-block", "blocks"), ("token-kv-head", "tokens")]
 )
 def test_auto_says_when_it_cannot_take_the_fast_kernels_on_a_gpu(
-    granularity: str, other: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stands in for a query on a GPU, which this choice only looks at."""
     monkeypatch.setattr(triton_module, "capability_of", lambda _: (9, 0))
-    case = make_case([0, 40], [2], block=16, head_dim=64, granularity=granularity)
+    case = make_case([0, 40], [2], block=16, head_dim=64, kind=kind)
     selection = case.selection
     half, double = (
         SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(40, 2, 64))

@@ -53,25 +53,32 @@ def _attention(selection: str, kernel: DenseAttention = "torch") -> BudgetedCore
     )
 
 
+def _context(
+    boundaries: list[int], *, dense_documents: int = 0, observe: bool = True
+) -> LocalMicroBatch:
+    """A micro-batch of fake CUDA for one layer."""
+    return LocalMicroBatch(
+        layout=packed_layout(boundaries, 256, CUDA),
+        budgets_LS=torch.empty(1, len(boundaries) - 1, dtype=torch.int32, device=CUDA),
+        max_budgets=(32,),
+        observe=observe,
+        dense_documents_L=(dense_documents,),
+    )
+
+
 def _layer(
     tokens: int, query_heads: int, selection: str = DEFAULT_SELECTION
 ) -> tuple[Launches, Launches, list[Tensor]]:
     """Launches of a layer's passes, and its results; nothing is copied meanwhile."""
     attention, forward, backward = _attention(selection), Launches(), Launches()
     with fake_cuda():
-        context = LocalMicroBatch(
-            layout=packed_layout([0, tokens // 3, tokens], 256, CUDA),
-            budgets_LS=torch.empty(1, 2, dtype=torch.int32, device=CUDA),
-            max_budgets=(32,),
-            observe=True,
-        )
+        context = _context([0, tokens // 3, tokens])
         q, k, v, dout = _drawn(tokens, query_heads, 8, 8, query_heads)
         # The grid of budgets is copied once in a layer's life.
         attention._grid_and_base_on(q)
         with torch.no_grad(), NoTraffic(), forward, forward.of_triton():
             lists = attention.select(q, k, context)
             out, lse = kernels.forward(q, k, v, lists, softmax_scale=SCALE)
-        # Autograd asks the driver for the device's stream, which needs a driver.
         with NoTraffic(), backward, backward.of_triton():
             gradients = kernels.backward(dout, saved(q, k, v, out, lse, lists))
     assert context.observations
@@ -122,13 +129,7 @@ def test_covered_documents_take_one_kernel(tokens: list[int]) -> None:
     """Router and lists are left out; observations and the bounds of documents are made."""
     attention, forward, backward = _attention(DEFAULT_SELECTION), Launches(), Launches()
     with fake_cuda():
-        context = LocalMicroBatch(
-            layout=packed_layout([0, *accumulate(tokens)], 256, CUDA),
-            budgets_LS=torch.empty(1, len(tokens), dtype=torch.int32, device=CUDA),
-            max_budgets=(32,),
-            observe=True,
-            dense_documents_L=(len(tokens),),
-        )
+        context = _context([0, *accumulate(tokens)], dense_documents=len(tokens))
         q, k, v, dout = _drawn(sum(tokens), 32, 8, 8, 32)
         with torch.no_grad(), NoTraffic(), forward, forward.of_triton():
             attention._attend(q, k, v, context)
@@ -158,13 +159,7 @@ def test_covered_documents_take_flash_attention_4_where_it_serves(
     monkeypatch.setattr(fa4, "obstacle", lambda *_: None)
     attention, launches = _attention(DEFAULT_SELECTION, kernel), Launches()
     with fake_cuda():
-        context = LocalMicroBatch(
-            layout=packed_layout([0, 3000, 8192], 256, CUDA),
-            budgets_LS=torch.empty(1, 2, dtype=torch.int32, device=CUDA),
-            max_budgets=(32,),
-            observe=False,
-            dense_documents_L=(2,),
-        )
+        context = _context([0, 3000, 8192], dense_documents=2, observe=False)
         q, k, v = _drawn(8192, 32, 8, 8)
         with torch.no_grad(), NoTraffic(), launches:
             attention._attend(q, k, v, context)

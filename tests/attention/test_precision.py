@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention.cases import SCALE, SERVING, drawn, ranked, saved
+from fake_cuda import CUDA, Launches, fake_cuda
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -134,21 +135,8 @@ def test_mass_of_a_long_document_is_summed_in_float64(selection: str) -> None:
 def test_products_are_taken_in_float64_where_tf32_is_on(
     matmul: SimpleNamespace, is_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU, which has no TF32, posing as CUDA."""
-    seen = []
-
-    class Operand:
-        device = torch.device("cuda")
-
-        def __matmul__(self, other: "Operand") -> Tensor:
-            seen.append(torch.float32)
-            return torch.ones(())
-
-        def double(self) -> Tensor:
-            seen.append(torch.float64)
-            return torch.ones(1)
-
     monkeypatch.setattr(torch.backends, "cuda", SimpleNamespace(matmul=matmul))
-    product = exact_product(Operand(), Operand())
+    with fake_cuda(), Launches() as launches:
+        product = exact_product(*torch.empty(2, 4, 4, device=CUDA))
     assert product.dtype == torch.float32
-    assert seen == ([torch.float64] * 2 if is_on else [torch.float32])
+    assert launches.counted["aten::_to_copy"] == (3 if is_on else 0)

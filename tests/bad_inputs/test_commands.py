@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bad_inputs.judge import check_command
-from bad_inputs.test_cost_tables import document
+from cost.test_table import document
 from data.tokenizers_of_tests import save_tokenizer
 from view.report.sample_run import SampleRun
 

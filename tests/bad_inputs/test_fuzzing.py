@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bad_inputs.test_cost_tables import document
-from bad_inputs.test_data_files import ONES, VOCABULARY, tokens, write
 from bad_inputs.test_models import CONFIG, write_weights
+from cost.test_table import document
+from data.test_documents import ONES, VOCABULARY, tokens, write
 from learn.scheduler_cases import make_scheduler
 from plan.plan_cases import job_shape
 from record_cases import rank_header, rank_step

@@ -131,14 +131,6 @@ def test_differences_are_paired_by_document() -> None:
     assert summarised(mine[:1], None)["nats"]["half_width"] is None
 
 
-def test_the_predicted_cost_counts_what_is_read() -> None:
-    """Blocks 1, 2, 2, 2 of four, and all in a dense layer."""
-    token, block = arms.parse_arm("token-kv-head 2"), arms.parse_arm("previous-block 2")
-    assert arms.predicted_cost(block, (2,), 64, 16) == pytest.approx(7 / 4)
-    assert arms.predicted_cost(token, (2,), 64, 16) == pytest.approx(2.8 * 7 / 4)
-    assert arms.predicted_cost(token, (2, DENSE), 64, 16) == pytest.approx((4.9 + 2.5) / 2)
-
-
 @pytest.mark.parametrize(
     ("values", "power", "most", "expected"),
     [

@@ -12,15 +12,13 @@ from pretrained.arms import FP8, HALF, HALF_FP8, SCORES, WishSettings, parse_arm
 from pretrained.block_scores import (
     Projection,
     half_of_channels,
-    measure_projections,
     rounded_to_fp8,
     score_sides,
 )
-from pretrained.documents import KEY_VALUE, TEXT
+from pretrained.documents import KEY_VALUE
 from pretrained.model import PretrainedError
-from pretrained.predicted import predicted_ms
 from pretrained.reading import Asked, Reader
-from pretrained_inputs import BLOCK, LAYERS, TOKENS, asked_of, documents, tiny_reader
+from pretrained_inputs import BLOCK, asked_of, documents, tiny_reader
 from torch import Tensor
 
 from sparsebalance_megatron.layer_budgets import DENSE
@@ -155,22 +153,6 @@ def test_no_wish_reads_as_the_package_does(reader: Reader) -> None:
     assert rule.wished.wishes_L == (0.0, 0.0, 0.0) and rule.wished.read_L[1] == (1 + 32) / 2
 
 
-@pytest.mark.parametrize("who", ["token-kv-head", "tile-4"])
-def test_losses_do_not_depend_on_later_tokens(who: str, reader: Reader) -> None:
-    (document,) = documents(TEXT, 1)
-    changed = 301
-    tokens = (*document.tokens[:changed], *((7,) * (TOKENS + 1 - changed)))
-    kept = measure_projections(reader, documents(TEXT, 1, calibration=True), BLOCK)
-    arm = parse_arm(f"previous-block 3 first=1 wishes={who} scores=half-fp8 gate=.03")
-    one, other = (
-        reader.by_rule(
-            each, BLOCK, wishes.WishRule(arm=arm, budgets=(3,) * LAYERS, projections=kept)
-        ).loss_X[: changed - 1]
-        for each in (document, replace(document, tokens=tokens))
-    )
-    torch.testing.assert_close(one, other)
-
-
 def test_half_of_the_channels_serve_what_lies_in_half_of_them() -> None:
     """Keys of rank 4 in 8 channels: the product is exact; of rank 8 it is the closest of rank 4."""
     generator = torch.Generator().manual_seed(2)
@@ -226,26 +208,3 @@ def test_an_arm_is_read_from_its_words() -> None:
     arm = parse_arm("previous-block 8 layers=dense:1 wishes=tile-16 scores=half gate=0.05")
     assert arm.wishes == WishSettings(who="tile-16", scores=HALF, gate=0.05)
     assert parse_arm(arm.name) == arm
-
-
-def test_the_prediction_counts_lists_scores_and_wishes() -> None:
-    """A list of 8 of 256 blocks is 2,020 block pairs; a seventh of dense attention's are scores."""
-
-    def ms(words: str, wished: float = 0.0, budget: int = 8) -> float:
-        arm = parse_arm(words)
-        found = predicted_ms(arm, (budget,), [wished] if arm.wishes else [])
-        assert found is not None
-        return found
-
-    shared = 1.37 + 4.55e-3 * 2020
-    assert ms("dense", budget=DENSE) == pytest.approx(110)
-    assert ms("previous-block 8") == pytest.approx(shared)
-    tiles = [ms(f"previous-block 8 wishes=tile-16 scores={scores}") for scores in SCORES]
-    expected = [1.1 * shared + 2 + 110 / 7 * share for share in (1, 1 / 2, 1 / 2, 1 / 4)]
-    assert tiles == pytest.approx(expected)
-    # One entry more a tile is a block more in every list; the blocks before have as many pairs.
-    more = ms("previous-block 8 wishes=tile-16", wished=1.0) - tiles[0]
-    assert more == pytest.approx(1.1 * 4.55e-3 * (256 - 8))
-    alone = ms("previous-block 8 wishes=token-query-head", wished=0.5)
-    assert alone == pytest.approx(shared + 110 / 7 + 10.9 + 11.9e-3 * 128)
-    assert predicted_ms(parse_arm("token-kv-head 8"), (8,), []) is None

@@ -2,13 +2,15 @@
 """Cost tables with known contents."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from cost.cost_cases import measured
+from step_cases import SHAPE
 
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Part
-from sparsebalance_megatron.cost.table import CostTable, ModelShape, RunIdentity
+from sparsebalance_megatron.cost.table import CostTable, RunIdentity
 
 BLOCK_SIZE = 128
 MIXES = ([256], [1000], [4096], [8192, 300], [128] * 16, [77] * 9, [16384], [2048, 4096, 513])
@@ -22,15 +24,13 @@ def identity() -> RunIdentity:
         dtype="float32",
         block_size=BLOCK_SIZE,
         selection="previous-block",
-        shape=ModelShape(
+        shape=replace(
+            SHAPE,
             hidden_size=256,
             ffn_hidden_size=688,
             num_attention_heads=8,
-            num_query_groups=2,
             head_dim=32,
             vocab_size=1024,
-            gated_linear_unit=True,
-            tensor_parallel_size=1,
         ),
     )
 

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables survive the disk unchanged; damaged or foreign ones are refused by name."""
+"""Tables survive the disk unchanged; those that are damaged, foreign, or not to be believed are
+refused by name."""
 
 import json
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from bad_inputs.judge import bounded, check_refused
 
 from sparsebalance_megatron.cost.fit import fit_cost_model
-from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
+from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.parts import NEVER_TIMED, Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.table import CostTable, CostTableError, ExchangeRow, RunIdentity
 
 Measure = Callable[..., CostTable]
@@ -87,3 +93,117 @@ def test_every_differing_field_is_named_with_both_values(
     ):
         assert difference in str(caught.value)
     assert "selection" not in str(caught.value)
+
+
+DELETED = object()
+BAD_NUMBERS: tuple[Any, ...] = (
+    *(0, -1, 1.5, "1", None, True, [], {}, float("nan"), float("inf"), 10**400, 2**60, DELETED),
+)
+BAD_TIMES: tuple[Any, ...] = (
+    *(0, -1.0, "1", None, True, [], float("nan"), float("-inf"), 10**400, 1e308, 1e-300, DELETED),
+)
+BAD_TEXTS: tuple[Any, ...] = (None, 5, True, [], {}, DELETED)
+
+DAMAGE: dict[tuple[Any, ...], tuple[Any, ...]] = {
+    ("block_size",): (*BAD_NUMBERS, 3),
+    ("shape", "num_query_groups"): (3, DELETED),
+    ("shape", "hidden_size"): BAD_NUMBERS,
+    ("shape", "gated_linear_unit"): ("yes", 1, None, DELETED),
+    ("shape",): ([], None, 5, {}, DELETED),
+    ("device",): BAD_TEXTS,
+    ("selection",): (*BAD_TEXTS, "best"),
+    ("threads",): ("1", None, DELETED),
+    ("format_version",): (0, 2, "1", None, True, [1], DELETED),
+    ("rows",): (None, {}, 5, [], [None], [[]], ["row"], DELETED),
+    ("rows", 0, "kind"): (*BAD_TEXTS, "mlp"),
+    ("rows", 0, "direction"): (*BAD_TEXTS, "sideways"),
+    ("rows", 0, "lengths_tokens"): (*BAD_TEXTS, [0], [-1], [1.5], ["1"], [None], [2**60]),
+    ("rows", 0, "budget_blocks"): (0, -1, 1.5, "4", [], DELETED),
+    ("rows", 0, "ms_median"): BAD_TIMES,
+    ("rows", 0, "ms_spread"): (-1.0, "0", None, float("nan"), DELETED),
+    ("rows", 0, "repeats"): (0, -1, 2.5, "5", None, DELETED),
+    ("exchanges", 0, "width"): (1, "2", DELETED),
+    ("exchanges", 0, "received_bytes"): (0, -1, DELETED),
+    ("exchanges", 0, "ms_median"): BAD_TIMES,
+}
+TEXTS: tuple[bytes, ...] = (
+    *(b"", b'{"format_version": 1', b"[]", b"null", b"not a table", b'{"rows":' * 200_000),
+    *(b"[" * 200_000, b"\xff\xfe", bytes(100), b'{"format_version": ' + b"9" * 5000 + b"}"),
+)
+
+
+def document() -> dict[str, Any]:
+    rows = [
+        {
+            "kind": part.value,
+            "direction": direction.value,
+            "lengths_tokens": [length],
+            "budget_blocks": None,
+            "ms_median": 0.5 + length / 1000,
+            "ms_spread": 0.0,
+            "repeats": 3,
+        }
+        for part in (part for part in Part if part is not Part.EXPERTS)
+        for direction in Direction
+        if (part, direction) not in NEVER_TIMED
+        for length in (64, 256, 1024)
+    ]
+    exchange = {"width": 2, "received_bytes": 10**6, "ms_median": 0.1, "ms_spread": 0, "repeats": 5}
+    shape = {
+        **{"hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4},
+        **{"num_query_groups": 2, "head_dim": 16, "vocab_size": 256},
+        **{"gated_linear_unit": True, "tensor_parallel_size": 1},
+    }
+    return {
+        **{"format_version": 1, "device": "cpu", "dtype": "float32", "block_size": 16},
+        **{"selection": "token-kv-head", "shape": shape, "versions": {}, "date": "2026-01-31"},
+        **{"threads": 1, "rows": rows, "exchanges": [exchange]},
+    }
+
+
+def load_and_fit(path: Path) -> CostModel:
+    return fit_cost_model(CostTable.load(path))
+
+
+def test_a_later_release_may_write_more_keys(tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(json.dumps(document() | {"comment": "more"}))
+    with warnings.catch_warnings(), bounded():
+        warnings.simplefilter("error")
+        load_and_fit(tmp_path / "table.json")
+
+
+CASES = [(path, value) for path, values in DAMAGE.items() for value in values]
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    CASES,
+    ids=[
+        f"{'.'.join(map(str, keys))} {'deleted' if value is DELETED else str(value)[:20]}"
+        for keys, value in CASES
+    ],
+)
+def test_damage(keys: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+    table = document()
+    holder: Any = table
+    for key in keys[:-1]:
+        holder = holder[key]
+    if value is DELETED:
+        del holder[keys[-1]]
+    else:
+        holder[keys[-1]] = value
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table))
+    unreadable = isinstance(value, float) and not math.isfinite(value)
+    named = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
+    named = keys[-1] if value is DELETED else "not valid JSON" if unreadable else named
+    # A selection that no release knows is found when the fit needs it.
+    names = ("best",) if value == "best" else (f"cost table {path}", named, "measure again")
+    check_refused(lambda: load_and_fit(path), CostTableError, *names)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: str(text[:20]))
+def test_texts(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(text)
+    check_refused(lambda: load_and_fit(path), CostTableError, f"cost table {path}", "measure again")

@@ -26,13 +26,13 @@ def blocks_of(cu_seqlens: list[int], block_size: int) -> list[Block]:
 
 
 def selectors(
-    q_THD: Tensor, kv_heads: int, blocks: list[Block], granularity: str
+    q_THD: Tensor, kv_heads: int, blocks: list[Block], kind: str
 ) -> list[tuple[int, int, int, int, Tensor]]:
     """Every selector as (row, head, own block, KV head, query vector), in float64."""
     group = q_THD.shape[1] // kv_heads
     found = []
     for own, (_, begin, end) in enumerate(blocks):
-        if granularity == "previous-block":
+        if kind == "previous-block":
             # A document's first block has none before it, and reads itself whatever it asks.
             follows = own and blocks[own - 1][0] == blocks[own][0]
             speaking = slice(*blocks[own - follows][1:])
@@ -42,7 +42,7 @@ def selectors(
                 found.append((own, head, own, head, vector))
             continue
         for token in range(begin, end):
-            if granularity == "token-kv-head":
+            if kind == "token-kv-head":
                 for head in range(kv_heads):
                     vector = q_THD[token, head * group : (head + 1) * group].double().mean(0)
                     found.append((token, head, own, head, vector))
@@ -71,12 +71,12 @@ def moba_lists(
     cu_seqlens: list[int],
     block_size: int,
     budgets: list[int],
-    granularity: str,
+    kind: str,
     first_blocks: int = 1,
 ) -> Lists:
     blocks = blocks_of(cu_seqlens, block_size)
     lists = {}
-    for row, head, own, kv_head, vector in selectors(q_THD, k_TGD.shape[1], blocks, granularity):
+    for row, head, own, kv_head, vector in selectors(q_THD, k_TGD.shape[1], blocks, kind):
         scores = visible_scores(vector, k_TGD, kv_head, own, blocks)
         firsts = sorted(scores.keys() - {own})[:first_blocks]
         past = sorted(scores.keys() - {own, *firsts}, key=lambda n: (-scores[n], n))
@@ -89,7 +89,7 @@ def coverage(
     k_TGD: Tensor,
     cu_seqlens: list[int],
     block_size: int,
-    granularity: str,
+    kind: str,
     softmax_scale: float,
     budget: int,
     first_blocks: int = 1,
@@ -98,7 +98,7 @@ def coverage(
     blocks = blocks_of(cu_seqlens, block_size)
     covered = [0.0] * (len(cu_seqlens) - 1)
     weights = [0.0] * (len(cu_seqlens) - 1)
-    for _, _, own, kv_head, vector in selectors(q_THD, k_TGD.shape[1], blocks, granularity):
+    for _, _, own, kv_head, vector in selectors(q_THD, k_TGD.shape[1], blocks, kind):
         scores = visible_scores(vector, k_TGD, kv_head, own, blocks)
         peak = max(scores.values())
         mass = {n: math.exp(softmax_scale * (s - peak)) for n, s in scores.items()}
@@ -106,7 +106,7 @@ def coverage(
         others = [mass[n] for n in firsts]
         others += sorted((mass[n] for n in mass.keys() - {own, *firsts}), reverse=True)
         document, begin, end = blocks[own]
-        weight = end - begin if granularity == "previous-block" else 1
+        weight = end - begin if kind == "previous-block" else 1
         inside = mass[own] + sum(others[: budget - 1])
         covered[document] += weight * inside / sum(mass.values())
         weights[document] += weight
@@ -119,7 +119,7 @@ def token_mask(
     selecting_heads: int,
     cu_seqlens: list[int],
     block_size: int,
-    granularity: str,
+    kind: str,
     columns: Lists | None = None,
 ) -> Tensor:
     """bool [H, T, T]: which key (column) a query (row) reads; ``columns`` are lists of tokens."""
@@ -128,7 +128,7 @@ def token_mask(
     mask = torch.zeros(query_heads, tokens, tokens, dtype=torch.bool)
     for own, (_, own_begin, own_end) in enumerate(blocks):
         for token in range(own_begin, own_end):
-            row = token if granularity.startswith("token") else own
+            row = token if kind.startswith("token") else own
             for head in range(query_heads):
                 place = row, head * selecting_heads // query_heads
                 for number in lists[place]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best placement by CP-SAT: every sample a slot, every operation a start, least makespan.
+"""The best placement by CP-SAT: every sample a position, every operation a start, least makespan.
 
 Shape legend: S samples, D ranks, M micro-batches, P stages.
 """
@@ -12,9 +12,9 @@ UNITS_PER_MS = 1000
 
 
 def best_makespan_ms(forward_SP, backward_SP, constant_2P, ranks, micro_batches, seconds=20):
-    """Least makespan in ms over all placements that leave no slot empty; None if unproven.
+    """Least makespan in ms over all placements that leave no position empty; None if unproven.
 
-    ``constant_2P``: forward and backward ms of a slot on each stage whatever it holds.
+    ``constant_2P``: forward and backward ms of a position on each stage whatever it holds.
     """
     from ortools.sat.python import cp_model
 

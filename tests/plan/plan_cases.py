@@ -105,7 +105,7 @@ def random_lengths(count, seed, *, longest=2**17, kind="spread"):
             lengths = np.exp(generator.uniform(0, np.log(longest), count)).astype(int).clip(1)
         case "equal":
             lengths = np.full(count, 3000)
-        case "giant":
+        case "long":
             lengths = np.r_[longest, generator.integers(1, 200, count - 1)]
         case "tiny":
             lengths = np.ones(count, dtype=int)
@@ -222,14 +222,16 @@ def longest_through(times):
     return np.moveaxis(through_2PVMR.max(axis=0), -1, 0)
 
 
-def random_cp_sizes(ranks, positions, widest, seed):
+def random_cp_sizes(ranks, positions, most_ranks, seed):
     """[ranks, positions] of aligned powers of two."""
     generator = np.random.default_rng(seed)
     cp_sizes = np.ones((ranks, positions), dtype=np.int64)
     for m in range(positions):
         rank = 0
         while rank < ranks:
-            able = [w for w in (1, 2, 4, 8) if w <= widest and rank % w == 0 and rank + w <= ranks]
+            able = [
+                w for w in (1, 2, 4, 8) if w <= most_ranks and rank % w == 0 and rank + w <= ranks
+            ]
             cp_size = int(generator.choice(able))
             cp_sizes[rank : rank + cp_size, m] = cp_size
             rank += cp_size
@@ -237,7 +239,7 @@ def random_cp_sizes(ranks, positions, widest, seed):
 
 
 def shared_times(shape, cp_sizes_RM, seed):
-    """[2, R, P, V, M] of (ranks, positions, stages, chunks), equal where ranks share a slot."""
+    """[2, R, P, V, M] of (ranks, positions, stages, chunks), equal where ranks share a position."""
     ranks, positions, stages, chunks = shape
     times = np.random.default_rng(seed).uniform(0.1, 5.0, (2, ranks, stages, chunks, positions))
     first_RM = np.arange(ranks)[:, None] - np.arange(ranks)[:, None] % cp_sizes_RM

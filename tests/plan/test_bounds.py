@@ -40,7 +40,7 @@ BUDGET = 6
         ]
     ),
     st.integers(0, 2**32 - 1),
-    st.sampled_from(["spread", "equal", "giant", "tiny"]),
+    st.sampled_from(["spread", "equal", "long", "tiny"]),
     st.integers(1, 3),
     st.booleans(),
 )
@@ -53,11 +53,11 @@ def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size, is_sha
     costs = step_costs(lengths, job, cost, scales)
     sample_2SX = costs.sample_ms(np.full((job.layers, len(lengths)), BUDGET))
     ranks = job.data_parallel_size
-    widest = ranks if is_shared and is_power_of_two(ranks) else 1
-    bound_ms = step_bounds(sample_2SX, costs, widest).bound_ms
+    most_ranks = ranks if is_shared and is_power_of_two(ranks) else 1
+    bound_ms = step_bounds(sample_2SX, costs, most_ranks).bound_ms
     generator = np.random.default_rng(seed)
     for attempt in range(6):
-        cp_sizes_RM = random_cp_sizes(*shape[:2], widest, seed + attempt)
+        cp_sizes_RM = random_cp_sizes(*shape[:2], most_ranks, seed + attempt)
         places = np.unique(first_places(cp_sizes_RM))
         others = generator.choice(places, len(lengths) - len(places))
         micro_batch_of_S = generator.permutation(np.r_[places, others])
@@ -72,12 +72,12 @@ def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size, is_sha
     st.sampled_from([2, 4]),
     st.sampled_from([1, 2, 4]),
 )
-def test_no_plan_of_ranks_that_divide_experts_beats_the_bound(shape, seed, members, widest):
+def test_no_plan_of_ranks_that_divide_experts_beats_the_bound(shape, seed, members, most_ranks):
     """Devices differ, and a sample's experts take from a little of its time to nearly all."""
     generator = np.random.default_rng(seed)
     changes = (
-        {"max_cp_size": min(widest, shape[0])}
-        if widest > 1
+        {"max_cp_size": min(most_ranks, shape[0])}
+        if most_ranks > 1
         else {"positions": ("fixed", "planned")[int(generator.integers(2))]}
     )
     tuning = str(generator.choice(["off", DEFAULT_TUNING]))
@@ -99,11 +99,11 @@ def test_equal_samples_of_ranks_that_divide_experts_attain_the_bound():
 
 
 def test_the_chain_of_a_sample_by_hand():
-    """Its slot goes through all stages and back; beside it, the first stage runs every other."""
+    """It goes through all stages and back; beside it, the first stage runs every other position."""
     forward = np.array([4.0, 1.0, 2.0, 3.0])
     sample_2SX = np.array([1.0, 2.0])[:, None, None] * forward[:, None] * np.ones(2)
     bounds = step_bounds(sample_2SX, costs_without_constants(job_shape(1, 3, 2), 4))
-    # Three slots: the two cheapest samples of the others, forward, stand for those beside.
+    # Three positions: the two cheapest samples of the others, forward, stand for those beside.
     beside = np.array([1.0 + 2.0, 2.0 + 3.0, 1.0 + 3.0, 1.0 + 2.0])
     np.testing.assert_allclose(bounds.chain_ms_S, 6.0 * forward + beside)
 
@@ -151,9 +151,9 @@ def test_unhideable_samples_are_named():
     sizes_S[6] = 5.0
     bounds = bounds_of(sizes_S)
     assert np.flatnonzero(bounds.unhideable_S).tolist() == [6]
-    giant = np.ones((4, 1, 1)) * sizes_S.reshape(2, 1, 1, 4)
+    times = np.ones((4, 1, 1)) * sizes_S.reshape(2, 1, 1, 4)
     best = min(
-        makespans_ms(flat(np.stack([giant[..., order], 2 * giant[..., order]]))).max()
+        makespans_ms(flat(np.stack([times[..., order], 2 * times[..., order]]))).max()
         for order in (list(order) for order in itertools.permutations(range(4)))
     )
     assert best >= bounds.bound_ms > bounds.long_ms

@@ -65,7 +65,7 @@ def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
 
 
 @settings(max_examples=12)
-@given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "giant"]), st.sampled_from([1, 2]))
+@given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "long"]), st.sampled_from([1, 2]))
 def test_plans_of_planned_cp_sizes_are_valid(shape, seed, kind, c):
     given_ = arguments(
         shape, seed, kind=kind, size=2, c=c,
@@ -112,9 +112,9 @@ def test_static_cp_sizes_are_those_of_the_job(tuning, batching):
     assert plan.expectation.lower_bound_ms <= plan.expectation.makespan_ms
 
 
-@pytest.mark.parametrize(("beyond_two", "widest"), [(1.0, 4), (1e6, 2)])
-def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int):
-    """A giant lies on all ranks, unless the network between pairs of them is slow."""
+@pytest.mark.parametrize(("beyond_two", "most_ranks"), [(1.0, 4), (1e6, 2)])
+def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, most_ranks: int):
+    """A long sample lies on all ranks, unless the network between pairs of them is slow."""
     given_ = arguments((4, 4), 0, size=4, tuning="off")
     given_["lengths_tokens"] = [60000, *[600] * 63]
     given_["plan_settings"] = changed_settings(
@@ -127,7 +127,7 @@ def test_micro_batches_stay_where_bytes_are_fast(beyond_two: float, widest: int)
         cp_size_slowness=((2, 1.0), (4, beyond_two)),
     )
     plan = planned(**given_ | {"cost": replace(given_["cost"], exchange=exchange)})
-    assert max(micro_batch.cp_size for micro_batch in plan.micro_batches) == widest
+    assert max(micro_batch.cp_size for micro_batch in plan.micro_batches) == most_ranks
 
 
 def test_cp_sizes_are_not_searched_where_equal_ones_are_at_the_bound(monkeypatch):

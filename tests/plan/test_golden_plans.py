@@ -27,7 +27,7 @@ BATCHINGS = ("arrival", "length", "latency", "makespan")
 TUNINGS = ("off", "anchor", "raise")
 LAYOUTS = ((1, 1), (4, 1), (2, 2))
 """Stages and chunks of the three schedules."""
-KINDS = ("spread", "giant", "equal", "spread")
+KINDS = ("spread", "long", "equal", "spread")
 CHOICES = list(itertools.product(BATCHINGS, TUNINGS, LAYOUTS))
 
 

@@ -131,7 +131,7 @@ def inputs(lengths, *, micro_batches=4, **changes):
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 999),
-    kind=st.sampled_from(["spread", "giant", "equal", "tiny"]),
+    kind=st.sampled_from(["spread", "long", "equal", "tiny"]),
     packed=st.booleans(),
     tuning=st.sampled_from([DEFAULT_TUNING, "off"]),
 )

@@ -54,7 +54,7 @@ def blocks_of(micro_batch):
 @settings(max_examples=15)
 @given(
     seed=st.integers(0, 999),
-    kind=st.sampled_from(["spread", "giant", "equal", "tiny"]),
+    kind=st.sampled_from(["spread", "long", "equal", "tiny"]),
     size=st.sampled_from([1, 2]),
     members=st.sampled_from([2, 4]),
     tuning=st.sampled_from([DEFAULT_TUNING, "off"]),

@@ -65,10 +65,10 @@ def test_costs_of_groups_are_those_of_samples_that_all_their_ranks_share(seed, s
     np.testing.assert_allclose(found_2SC, expected_2SC, rtol=1e-12)
 
 
-def placed_case(shape, seed, lockstep_ranks, widest):
+def placed_case(shape, seed, lockstep_ranks, most_ranks):
     """Samples in every micro-batch, budgets and experts' times."""
     generator = np.random.default_rng(seed)
-    cp_sizes_RM = random_cp_sizes(*shape[:2], min(widest, shape[0]), seed)
+    cp_sizes_RM = random_cp_sizes(*shape[:2], min(most_ranks, shape[0]), seed)
     places_RM = np.arange(shape[0] * shape[1]).reshape(cp_sizes_RM.shape)
     first_J = places_RM[np.arange(shape[0])[:, None] % cp_sizes_RM == 0]
     micro_batch_of_S = np.r_[first_J, generator.choice(first_J, 5)]
@@ -125,9 +125,9 @@ def naive_2RPVM(costs, budgets_LS, where):
 
 
 @given(SEEDS, SHAPES, st.sampled_from([1, 2, 4]))
-def test_a_group_takes_the_sum_over_layers_of_its_slowest_member(seed, shape, widest):
+def test_a_group_takes_the_sum_over_layers_of_its_slowest_member(seed, shape, most_ranks):
     lockstep_ranks = 2 if shape[0] < 4 else int(np.random.default_rng(seed).choice([2, 4]))
-    costs, budgets_LS, where = placed_case(shape, seed, lockstep_ranks, widest)
+    costs, budgets_LS, where = placed_case(shape, seed, lockstep_ranks, most_ranks)
     times = costs.micro_batch_ms(costs.sample_ms(budgets_LS), where)
     found_2RPVM = np.repeat(times.by_micro_batch_2RPVM, lockstep_ranks, axis=1)
     np.testing.assert_allclose(found_2RPVM, naive_2RPVM(costs, budgets_LS, where), rtol=1e-11)

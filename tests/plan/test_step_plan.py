@@ -27,7 +27,7 @@ def with_first(plan, **changes):
 
 
 @pytest.fixture
-def wide(plan):
+def shared(plan):
     """The first micro-batch of rank 0 spans both ranks and holds what rank 1 had."""
     first, second, third, fourth = plan.micro_batches
     joined = replace(
@@ -84,10 +84,10 @@ def test_a_rank_reads_its_micro_batches_position_by_position(plan):
     assert shuffled.digest() == plan.digest()
 
 
-def test_a_wide_micro_batch_belongs_to_all_its_ranks(wide):
-    wide.validate(LENGTHS, JOB, POLICY)
-    of_ranks = [wide.for_rank(rank).micro_batches for rank in (0, 1)]
-    assert of_ranks[0][0] is of_ranks[1][0] is wide.micro_batches[0]
+def test_a_shared_micro_batch_belongs_to_all_its_ranks(shared):
+    shared.validate(LENGTHS, JOB, POLICY)
+    of_ranks = [shared.for_rank(rank).micro_batches for rank in (0, 1)]
+    assert of_ranks[0][0] is of_ranks[1][0] is shared.micro_batches[0]
     assert [micro_batches[1].rank for micro_batches in of_ranks] == [0, 1]
 
 
@@ -102,17 +102,17 @@ def test_a_wide_micro_batch_belongs_to_all_its_ranks(wide):
         ({"position": 1}, "rank 0, micro-batch 0: in 0 micro-batches"),
     ],
 )
-def test_broken_wide_micro_batches(wide, changes, words):
+def test_broken_shared_micro_batches(shared, changes, words):
     policy_ = replace(POLICY, max_tokens_per_micro_batch=3000)
     with pytest.raises(PlanError, match=words):
-        with_first(wide, **changes).validate(LENGTHS, JOB, policy_)
+        with_first(shared, **changes).validate(LENGTHS, JOB, policy_)
 
 
-def test_ranks_that_share_leave_time_for_one_another_s_segments(wide):
+def test_ranks_that_share_leave_time_for_one_another_s_segments(shared):
     """Both run a shared micro-batch, then rank 0 one of three segments and rank 1 one of one."""
-    joined, cut, whole = wide.micro_batches
+    joined, cut, whole = shared.micro_batches
     found = replace(
-        wide, micro_batches=(joined, replace(cut, segment_starts_blocks=(0, 2, 3)), whole)
+        shared, micro_batches=(joined, replace(cut, segment_starts_blocks=(0, 2, 3)), whole)
     )
     policy = changed_settings(POLICY, max_segments=3)
     found.validate(LENGTHS, JOB, policy)
@@ -122,23 +122,23 @@ def test_ranks_that_share_leave_time_for_one_another_s_segments(wide):
         found.validate(LENGTHS, replace(JOB, lockstep_ranks=2), policy)
 
 
-def test_every_segment_has_a_block_for_each_of_its_ranks(wide):
+def test_every_segment_has_a_block_for_each_of_its_ranks(shared):
     policy = changed_settings(POLICY, max_segments=3)
     blocks = sum(
-        -(-tokens // POLICY.config.block_size) for tokens in wide.micro_batches[0].lengths_tokens
+        -(-tokens // POLICY.config.block_size) for tokens in shared.micro_batches[0].lengths_tokens
     )
-    with_first(wide, segment_starts_blocks=(0, 2, blocks - 2)).validate(LENGTHS, JOB, policy)
+    with_first(shared, segment_starts_blocks=(0, 2, blocks - 2)).validate(LENGTHS, JOB, policy)
     for segment_starts_blocks in ((0, 1), (0, 2, 3), (0, blocks - 1)):
         with pytest.raises(PlanError, match=f"segments begin at .* of {blocks} on 2 ranks"):
-            with_first(wide, segment_starts_blocks=segment_starts_blocks).validate(
+            with_first(shared, segment_starts_blocks=segment_starts_blocks).validate(
                 LENGTHS, JOB, policy
             )
 
 
-def test_the_cap_is_that_of_a_rank(wide):
-    tight = replace(POLICY, max_tokens_per_micro_batch=wide.micro_batches[0].tokens // 2 - 1)
+def test_the_cap_is_that_of_a_rank(shared):
+    tight = replace(POLICY, max_tokens_per_micro_batch=shared.micro_batches[0].tokens // 2 - 1)
     with pytest.raises(PlanError, match=f"cap of {2 * tight.max_tokens_per_micro_batch}"):
-        wide.validate(LENGTHS, JOB, tight)
+        shared.validate(LENGTHS, JOB, tight)
 
 
 def test_digest_covers_placement_and_budgets(plan):

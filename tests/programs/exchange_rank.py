@@ -57,7 +57,7 @@ CASES = {
     "dense-first-columns": ("vertical-slash", "blocks", 8),
     "dense-broken": ("previous-block", "blocks", 9),
 }
-"""Granularity, implementation, and the seed of random owners."""
+"""Kind, implementation, and the seed of random owners."""
 DENSE = {"dense": 5, "dense-broken": 5, "dense-first": 3, "dense-first-columns": 4}
 """So many first documents are attended to densely."""
 
@@ -144,9 +144,9 @@ def broken(case: Case) -> Case:
 
 
 def report_of(name: str, exchange: SequenceExchange) -> dict[str, Any]:
-    (granularity, implementation, seed), dense = CASES[name], DENSE.get(name, 0)
+    (kind, implementation, seed), dense = CASES[name], DENSE.get(name, 0)
     budgets = [99] * dense + BUDGETS[dense:]
-    case = make_case(CU_SEQLENS, budgets, block=BLOCK, **HEAD_DIMS, granularity=granularity)
+    case = make_case(CU_SEQLENS, budgets, block=BLOCK, **HEAD_DIMS, kind=kind)
     held = slice_of(seed)
     token_T = torch.from_numpy(held.tokens_T)
     expected = [x[token_T] for x in case.ours("reference", torch.float64)]

@@ -6,8 +6,7 @@
 trains as one of RANKS data-parallel ranks, on a process group that sends nothing, and writes to
 RESULT: what the host waited for, what was copied, by whom, and what Triton launched. Its launches
 are compiled for each of CAPABILITIES (as ``90,100``). Everything outside of the model and the step
-runs on the CPU, by the CPU adapter. How many tokens experts get has no number here: where Megatron
-waits for it, the host is told that all get equally many.
+runs on the CPU, by the CPU adapter.
 """
 
 import contextlib
@@ -35,24 +34,13 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import triton  # noqa: E402
 from drawn_segments import plan_with_drawn_segments  # noqa: E402
-from fake_cuda import (  # noqa: E402
-    HOPPER,
-    FakeCuda,
-    Launches,
-    TritonLaunch,
-    run_backward,
-)
+from fake_cuda import HOPPER, FakeCuda, Launches, TritonLaunch  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
-from megatron.core.distributed.distributed_data_parallel import (  # noqa: E402
-    DistributedDataParallel,
-)
 from megatron.core.optimizer import optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
-from megatron.core.transformer.moe import moe_utils, token_dispatcher  # noqa: E402
 from megatron.training import training  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
-from torch.autograd.variable import Variable  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -129,21 +117,6 @@ def compiled_for(capability: int, launches: Iterable[TritonLaunch]) -> dict[str,
     return {name: len(hashes) for name, hashes in sorted(compiled.items())}
 
 
-ACCUMULATED: dict[Tensor, Callable[[], None]] = {}
-
-
-class Engine:
-    def run_backward(self, tensors: Any, grad_tensors: Any, *_: Any, **__: Any) -> None:
-        run_backward(tensors, grad_tensors, ACCUMULATED)
-
-
-def backward(tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
-    tensors = (tensors,) if isinstance(tensors, Tensor) else tensors
-    if grad_tensors is None or isinstance(grad_tensors, Tensor):
-        grad_tensors = (grad_tensors,) * len(tensors)
-    run_backward(tensors, grad_tensors, ACCUMULATED)
-
-
 def moved(module: Any, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """``Module._apply``, which cannot exchange a fake tensor for another."""
     for child in module.children():
@@ -171,11 +144,7 @@ def of_ones(x: Tensor, real: Callable[..., Any] = Tensor.numpy, **how: Any) -> A
 
 def cuda_type(x: Tensor, *to: Any, real: Callable[..., Any] = Tensor.type) -> Any:
     """``Tensor.type``, whose names Megatron's optimizers compare."""
-    return (
-        real(x, *to)
-        if to
-        else real(x).replace("torch.cuda.", "torch.").replace("torch.", "torch.cuda.", 1)
-    )
+    return real(x, *to) if to else f"torch.cuda.{real(x).rpartition('.')[2]}"
 
 
 @contextlib.contextmanager
@@ -197,29 +166,6 @@ def on_cuda() -> Iterator[None]:
         setattr(torch.cuda, name, answer)
 
 
-def with_even_counts(
-    self: Any,
-    point: str,
-    tokens_per_expert: Any = None,
-    inner: Any = token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize,
-) -> Any:
-    """The dispatcher's copy of counts to the host and its wait, then counts of even routing."""
-    tokens_per_expert = inner(self, point, tokens_per_expert)
-    if point != self.cuda_sync_point:
-        return tokens_per_expert
-    ranks, own = self.ep_size, self.num_local_experts
-    sent_RE = (self.num_out_tokens + np.arange(self.num_experts).reshape(ranks, own)) // (
-        self.num_experts
-    )
-    received_RE = np.tile(sent_RE[dist.get_rank(self.ep_group)], (ranks, 1))
-    self.input_splits, self.output_splits = sent_RE.sum(1), received_RE.sum(1)
-    self.num_global_tokens_per_local_expert = received_RE
-    chunks = np.arange(self.num_experts)
-    self.sort_input_by_local_experts = chunks.reshape(ranks, own).T.ravel()
-    self.restore_output_by_local_experts = chunks.reshape(own, ranks).T.ravel()
-    return received_RE.sum(0)
-
-
 def build(*arguments: Any, inner: Any = training.setup_model_and_optimizer, **keywords: Any) -> Any:
     with on_cuda():
         return inner(*arguments, **keywords)
@@ -228,8 +174,6 @@ def build(*arguments: Any, inner: Any = training.setup_model_and_optimizer, **ke
 def one_step(*arguments: Any, inner: Any = training.train_step, **keywords: Any) -> None:
     watch, launches = Watch(), Launches()
     WAITS.clear()
-    # Megatron made it before the model, where the device was still the CPU.
-    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     with on_cuda(), watch, launches.of_triton():
         inner(*arguments, **keywords)
     capabilities = [each for each in CAPABILITIES.split(",") if each]
@@ -252,12 +196,6 @@ def main() -> None:
     def same_everywhere(objects: list[Any], own: Any, group: Any = None) -> None:
         objects[:] = [own] * len(objects)
 
-    hook = DistributedDataParallel._make_backward_post_hook
-
-    def kept_hook(self: Any, parameter: Tensor) -> Callable[..., None]:
-        ACCUMULATED[parameter] = made = hook(self, parameter)
-        return made
-
     def hooks(args: Any, inner: Any = integration.training_hooks) -> Any:
         # The device is not to become the CPU.
         with torch._C.DisableTorchFunction():
@@ -268,16 +206,12 @@ def main() -> None:
     dist.all_gather_object = same_everywhere
     dist.batch_isend_irecv = lambda operations: []
     step_planner.plan_step = plan_with_drawn_segments
-    DistributedDataParallel._make_backward_post_hook = kept_hook
     # The process group has no coalesced reduction of fake tensors.
     waited = SimpleNamespace(wait=lambda: None)
     param_and_grad_buffer._coalescing_manager = lambda *_, **__: contextlib.nullcontext(waited)
     # Without apex, Megatron puts the norms of all gradients into a list of the host.
     optimizer.get_grad_norm_fp32 = lambda *_, **__: 1.0
     cpu._Event.synchronize = cpu._Stream.synchronize = count_wait
-    token_dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu
-    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
-    dispatcher._maybe_dtoh_and_synchronize = with_even_counts
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     integration.training_hooks = hooks
     trainer.check_kernels = lambda *_, **__: "kernels are not run"
@@ -285,8 +219,6 @@ def main() -> None:
     training.setup_model_and_optimizer = functools.wraps(build)(build)
     training.train_step = one_step
     torch.nn.Module._apply = moved
-    torch.autograd.backward = backward
-    Variable._execution_engine = Engine()
     Tensor.numpy, Tensor.type = of_ones, cuda_type
     Tensor.pin_memory = lambda x, *_: x
     Tensor.record_stream = lambda *_: None

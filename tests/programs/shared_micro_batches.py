@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The entry point with cp_sizes drawn by lot: micro-batches are on any ranks that groups exist for.
 
-A plan for narrow rows, or for rows as wide as the context-parallel groups, is made as ever; then
-neighbours at a position merge their rows, by a generator that all ranks seed with the step. Where a
-row holds several samples it may also fall apart into narrow ones. A node has two ranks. Start with
-``--sparse-balance-device cpu``.
+A plan for rows of one rank, or of as many as the context-parallel groups have, is made as ever;
+then neighbours at a position merge their rows, by a generator that all ranks seed with the step.
+Where a row holds several samples it may also fall apart into rows of one rank. A node has two
+ranks. Start with ``--sparse-balance-device cpu``.
 """
 
 import itertools
@@ -69,11 +69,11 @@ def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
 
 
 def drawn(
-    micro_batches: list[MicroBatchPlan], widest: int, generator: np.random.Generator
+    micro_batches: list[MicroBatchPlan], most_ranks: int, generator: np.random.Generator
 ) -> list[MicroBatchPlan]:
     """The micro-batches of one position, merged and split by lot."""
     cp_size = micro_batches[0].cp_size
-    while 2 * cp_size <= widest:
+    while 2 * cp_size <= most_ranks:
         cp_size *= 2
         micro_batches = [
             micro_batch

@@ -34,11 +34,6 @@ FLAGS = (
     *("--sparse-balance-dense-up-to", "0"),
 )
 STATIC = ("--sparse-balance-config", "context-parallel=static")
-EXPERTS = (
-    *("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"),
-    *("--moe-ffn-hidden-size", "1024", "--moe-token-dispatcher-type", "alltoall"),
-    *("--moe-aux-loss-coeff", "0"),
-)
 WAITS = {
     # Once a step, behind its last operation: the times of events.
     "sparsebalance_megatron.megatron.timing.elapsed_ms",
@@ -52,7 +47,6 @@ COPIES = {
     "to cpu: sparsebalance_megatron.run.step_reducer._sum",
     *(f"to cuda: {name}" for name in WAITS if name.startswith("megatron.")),
 }
-OF_EXPERTS = "megatron.core.transformer.moe"
 
 
 def _step(folder: Path, *flags: str, ranks: int = 1, capabilities: str = "") -> dict[str, Any]:
@@ -112,17 +106,6 @@ def test_steps_that_share_or_cut_sequences_wait_nowhere_else(
     check_waits_and_copies(found, flags)
     # Once for each backward of attention by token.
     assert found["launches"]["_delta_kernel"] == calls
-
-
-@pytest.mark.process
-def test_ranks_of_an_expert_group_wait_nowhere_else(tmp_path: Path) -> None:
-    """Megatron alone waits more: in each layer of experts once, for how many tokens they get."""
-    found = _step(tmp_path, *EXPERTS, ranks=2)
-    waits = found["waits"].pop(f"{OF_EXPERTS}.token_dispatcher._maybe_dtoh_and_synchronize")
-    copies = found["copies"].pop(f"to cpu: {OF_EXPERTS}.moe_utils.maybe_move_tensor_to_cpu")
-    # Of this rank's experts, to and from other ranks, of tensor-parallel ranks, of each expert.
-    assert copies == 5 * waits > 0
-    check_waits_and_copies(found)
 
 
 @pytest.mark.nightly

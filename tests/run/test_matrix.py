@@ -44,7 +44,7 @@ LAST_PRINTED_DIGIT = 1.01e-3
 STEPS = 4
 PROGRAM = ("-m", "sparsebalance_megatron.pretrain_gpt")
 WITH_NORMS = (CHANGED, "marked-norms")
-DRAWN_WIDTHS = (str(PROGRAMS / "shared_micro_batches.py"),)
+DRAWN_CP_SIZES = (str(PROGRAMS / "shared_micro_batches.py"),)
 OWN_ATTENTION = (CHANGED, "own-attention")
 OWN_DROPOUT = (CHANGED, "own-dropout")
 SHARDED = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
@@ -59,9 +59,9 @@ SEQUENCE = f"--sequence-parallel {ON_CPU}"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 INTERLEAVED = f"{PIPELINE} --num-virtual-stages-per-pipeline-rank 2"
 CONTEXT = "--context-parallel-size 2"
-WIDE = "--sparse-balance-max-context-parallel 2"
-WIDER = "--sparse-balance-max-context-parallel 4"
-PLANNED_WIDTHS = "--sparse-balance-batching makespan"
+SHARED_BY_2 = "--sparse-balance-max-context-parallel 2"
+SHARED_BY_4 = "--sparse-balance-max-context-parallel 4"
+PLANNED_CP_SIZES = "--sparse-balance-batching makespan"
 CAPPED = "--sparse-balance-max-tokens-per-micro-batch 128"
 RECOMPUTE = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 SELECTIVE = "--recompute-granularity selective"
@@ -204,69 +204,78 @@ LAYOUTS = {
 
 
 SHARED_ROWS = {
-    "wide": Layout("llama", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED} {OVERLAP} {RECOMPUTE} uniform"),
+    "shared": Layout(
+        "llama", 2, f"{SHARED_BY_2} {PLANNED_CP_SIZES} {CAPPED} {OVERLAP} {RECOMPUTE} uniform"
+    ),
     "context-static-yarn": Layout(
         "yarn", 2, f"{CONTEXT} --sparse-balance-config context-parallel=static"
     ),
-    "context-learned-positions": Layout("gpt2", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
-    "wide-data4": Layout("llama", 4, f"{WIDER} {ON_CPU} --use-distributed-optimizer", DRAWN_WIDTHS),
-    "wide-pipeline": Layout("llama", 4, f"{PIPELINE} {WIDE} {ON_CPU}", DRAWN_WIDTHS),
-    "wide-interleaved": Layout(
-        "llama", 4, f"{INTERLEAVED} {WIDE} {ON_CPU} {SELECTIVE}", DRAWN_WIDTHS
+    "context-learned-positions": Layout("gpt2", 2, f"{CONTEXT} {PLANNED_CP_SIZES}"),
+    "shared-data4": Layout(
+        "llama", 4, f"{SHARED_BY_4} {ON_CPU} --use-distributed-optimizer", DRAWN_CP_SIZES
     ),
-    "wide-tensor": Layout("llama", 4, f"{TENSOR} {WIDE} {ON_CPU}", DRAWN_WIDTHS),
+    "shared-pipeline": Layout("llama", 4, f"{PIPELINE} {SHARED_BY_2} {ON_CPU}", DRAWN_CP_SIZES),
+    "shared-interleaved": Layout(
+        "llama", 4, f"{INTERLEAVED} {SHARED_BY_2} {ON_CPU} {SELECTIVE}", DRAWN_CP_SIZES
+    ),
+    "shared-tensor": Layout("llama", 4, f"{TENSOR} {SHARED_BY_2} {ON_CPU}", DRAWN_CP_SIZES),
     "context-data-overlapped": Layout(
-        "llama", 4, f"{CONTEXT} {WIDER} {OVERLAP} {ON_CPU}", DRAWN_WIDTHS
+        "llama", 4, f"{CONTEXT} {SHARED_BY_4} {OVERLAP} {ON_CPU}", DRAWN_CP_SIZES
     ),
     "context-interleaved": Layout("llama", 4, f"{CONTEXT} {INTERLEAVED} {RECOMPUTE} uniform"),
     "context-tensor-sequence": Layout(
-        "llama", 4, f"{CONTEXT} {TENSOR} {SEQUENCE} {PLANNED_WIDTHS}", WITH_NORMS
+        "llama", 4, f"{CONTEXT} {TENSOR} {SEQUENCE} {PLANNED_CP_SIZES}", WITH_NORMS
     ),
-    "wide-experts": Layout(
-        *("experts unbalanced", 4, f"{WIDER} {ON_CPU} --expert-model-parallel-size 2"), DRAWN_WIDTHS
+    "shared-experts": Layout(
+        *("experts unbalanced", 4, f"{SHARED_BY_4} {ON_CPU} --expert-model-parallel-size 2"),
+        DRAWN_CP_SIZES,
     ),
     "context-experts": Layout(
-        "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 2 {PLANNED_WIDTHS}"
+        "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 2 {PLANNED_CP_SIZES}"
     ),
-    "context-layers": Layout("layers", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
-    "lengths-wide": Layout("lengths", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED}"),
-    "exact-wide": Layout("exact", 2, f"{WIDE} {CAPPED} {RECOMPUTE} uniform"),
-    "own-wide": Layout("exact", 2, f"{WIDE} {CAPPED} {SELECTIVE}", OWN_ATTENTION),
+    "context-layers": Layout("layers", 2, f"{CONTEXT} {PLANNED_CP_SIZES}"),
+    "lengths-shared": Layout("lengths", 2, f"{SHARED_BY_2} {PLANNED_CP_SIZES} {CAPPED}"),
+    "exact-shared": Layout("exact", 2, f"{SHARED_BY_2} {CAPPED} {RECOMPUTE} uniform"),
+    "own-shared": Layout("exact", 2, f"{SHARED_BY_2} {CAPPED} {SELECTIVE}", OWN_ATTENTION),
     "own-context-pipeline": Layout("exact", 4, f"{CONTEXT} {PIPELINE}", OWN_ATTENTION),
     "own-context-tensor-sequence": Layout(
         "exact", 4, f"{CONTEXT} {TENSOR} {SEQUENCE}", OWN_ATTENTION
     ),
     "own-context-interleaved": Layout("exact", 4, f"{CONTEXT} {INTERLEAVED}", OWN_ATTENTION),
     "own-context-sharded": Layout("exact", 2, f"{SHARDED} {CONTEXT}", OWN_ATTENTION),
-    "exact-wide-sharded": Layout("exact", 2, f"{SHARDED} {WIDE} {CAPPED}"),
-    "own-context-dropout": Layout("dropout", 4, f"{CONTEXT} {WIDER}", OWN_DROPOUT),
-    "own-context4": Layout("exact", 4, f"{WIDER} --context-parallel-size 4", OWN_ATTENTION),
+    "exact-shared-sharded": Layout("exact", 2, f"{SHARDED} {SHARED_BY_2} {CAPPED}"),
+    "own-context-dropout": Layout("dropout", 4, f"{CONTEXT} {SHARED_BY_4}", OWN_DROPOUT),
+    "own-context4": Layout("exact", 4, f"{SHARED_BY_4} --context-parallel-size 4", OWN_ATTENTION),
     "own-context-experts": Layout(
         "exact experts", 4, f"{CONTEXT} --expert-model-parallel-size 2", OWN_ATTENTION
     ),
-    "own-lengths-wide": Layout("lengths", 2, f"{WIDE} {PLANNED_WIDTHS} {CAPPED}", OWN_ATTENTION),
+    "own-lengths-shared": Layout(
+        "lengths", 2, f"{SHARED_BY_2} {PLANNED_CP_SIZES} {CAPPED}", OWN_ATTENTION
+    ),
     "own-context-latent": Layout("own latent", 2, CONTEXT, OWN_ATTENTION),
-    "exact-wide4": Layout("exact", 4, f"{WIDER} {OVERLAP}", DRAWN_WIDTHS),
+    "exact-shared4": Layout("exact", 4, f"{SHARED_BY_4} {OVERLAP}", DRAWN_CP_SIZES),
     "exact-context": Layout("exact", 4, f"{CONTEXT} {SELECTIVE}"),
     "exact-context-tensor-sequence": Layout(
         "exact", 4, f"{CONTEXT} {TENSOR} {SEQUENCE}", WITH_NORMS
     ),
-    "exact-wide-pipeline": Layout("exact", 4, f"{PIPELINE} {WIDE}", DRAWN_WIDTHS),
+    "exact-shared-pipeline": Layout("exact", 4, f"{PIPELINE} {SHARED_BY_2}", DRAWN_CP_SIZES),
     "exact-context-interleaved": Layout("exact", 4, f"{CONTEXT} {INTERLEAVED}"),
     "exact-context-experts": Layout(
         "exact experts", 4, f"{CONTEXT} --expert-model-parallel-size 2"
     ),
     "exact-context-sinks": Layout("exact sinks", 2, CONTEXT),
     "exact-context-latent": Layout("exact latent", 2, CONTEXT),
-    "lengths-wide4": Layout("lengths", 4, f"{WIDER} {ON_CPU}", DRAWN_WIDTHS),
+    "lengths-shared4": Layout("lengths", 4, f"{SHARED_BY_4} {ON_CPU}", DRAWN_CP_SIZES),
     "context-bf16": Layout("llama bf16", 2, CONTEXT),
-    "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
+    "context-latent": Layout("latent", 2, f"{CONTEXT} {PLANNED_CP_SIZES}"),
     # Heads travel for lists, too, since no KV head is shared.
-    "heads-latent": Layout("latent lengths", 4, f"{PIPELINE} {WIDE} {ON_CPU}", DRAWN_WIDTHS),
-    "wide-latent": Layout("latent", 4, f"{WIDER} {ON_CPU}", DRAWN_WIDTHS),
-    "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
+    "heads-latent": Layout(
+        "latent lengths", 4, f"{PIPELINE} {SHARED_BY_2} {ON_CPU}", DRAWN_CP_SIZES
+    ),
+    "shared-latent": Layout("latent", 4, f"{SHARED_BY_4} {ON_CPU}", DRAWN_CP_SIZES),
+    "context-vertical-slash": Layout("vertical-slash", 2, f"{CONTEXT} {PLANNED_CP_SIZES}"),
 }
-"""Rows lie on several ranks, as wide as the plan says or as a lot says."""
+"""Rows lie on several ranks, as many as the plan says or as a lot says."""
 
 CUTS = {
     "segments-pipeline4": ("llama", 4, "--pipeline-model-parallel-size 4"),
@@ -281,18 +290,18 @@ CUTS = {
     "segments-tied-tensor": ("gpt2", 4, f"{TENSOR} --account-for-loss-in-pipeline-split"),
     "segments-latent": ("latent", 4, f"{RECOMPUTE} uniform"),
     "segments-layers": ("layers", 2, ""),
-    "segments-wide": ("llama", 4, f"{WIDE} {RECOMPUTE} uniform"),
-    "segments-wide-vertical-slash": ("vertical-slash", 4, WIDE),
-    "segments-wide-data4": ("llama", 8, f"{WIDER} {OVERLAP}"),
-    "segments-wide-experts": (
+    "segments-shared": ("llama", 4, f"{SHARED_BY_2} {RECOMPUTE} uniform"),
+    "segments-shared-vertical-slash": ("vertical-slash", 4, SHARED_BY_2),
+    "segments-shared-data4": ("llama", 8, f"{SHARED_BY_4} {OVERLAP}"),
+    "segments-shared-experts": (
         *("experts unbalanced", 8),
-        f"{WIDER} --expert-model-parallel-size 2",
+        f"{SHARED_BY_4} --expert-model-parallel-size 2",
     ),
-    "segments-wide-tensor-sequence": ("llama", 8, f"{WIDE} {TENSOR} --sequence-parallel"),
-    "segments-wide-latent": ("latent", 4, f"{WIDE} {SELECTIVE}"),
+    "segments-shared-tensor-sequence": ("llama", 8, f"{SHARED_BY_2} {TENSOR} --sequence-parallel"),
+    "segments-shared-latent": ("latent", 4, f"{SHARED_BY_2} {SELECTIVE}"),
     "segments-lengths": ("lengths", 2, ""),
     "segments-exact": ("exact", 2, ""),
-    "segments-wide-exact": ("exact", 4, f"{WIDE} {RECOMPUTE} uniform"),
+    "segments-shared-exact": ("exact", 4, f"{SHARED_BY_2} {RECOMPUTE} uniform"),
     "segments-experts": ("experts unbalanced", 4, ""),
     "segments-expert-parallel": ("experts unbalanced", 4, "--expert-model-parallel-size 2"),
     "segments-experts-tensor-sequence": ("experts unbalanced", 4, f"{TENSOR} --sequence-parallel"),
@@ -303,21 +312,21 @@ SEGMENTS = {
 }
 """Micro-batches pass the pipeline in segments drawn by lot; where some are shared, so are those."""
 
-EXPERT_GROUP = f"--expert-model-parallel-size 2 {PLANNED_WIDTHS}"
+EXPERT_GROUP = f"--expert-model-parallel-size 2 {PLANNED_CP_SIZES}"
 POSITIONS = {
     "positions": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {OVERLAP} {RECOMPUTE} uniform"),
     # Gloo gathers no unequal tensors, as tensor-parallel ranks of experts would.
     "positions-tensor-sequence": Layout(
         *("experts unbalanced", 4),
-        f"--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 {PLANNED_WIDTHS} {TENSOR} "
-        f"{SEQUENCE} {SELECTIVE}",
+        f"--expert-model-parallel-size 4 --expert-tensor-parallel-size 1 {PLANNED_CP_SIZES} "
+        f"{TENSOR} {SEQUENCE} {SELECTIVE}",
         WITH_NORMS,
     ),
-    "positions-shared": Layout("llama", 2, f"{CONTEXT} {PLANNED_WIDTHS}"),
+    "positions-shared": Layout("llama", 2, f"{CONTEXT} {PLANNED_CP_SIZES}"),
     "positions-exact": Layout("exact experts", 2, "--expert-model-parallel-size 2"),
-    "positions-wide": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {WIDE}"),
+    "positions-shared-experts": Layout("experts unbalanced", 2, f"{EXPERT_GROUP} {SHARED_BY_2}"),
     "positions-context": Layout(
-        "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 4 {PLANNED_WIDTHS}"
+        "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 4 {PLANNED_CP_SIZES}"
     ),
 }
 """Steps have fewer micro-batches than the batch sizes make: ranks run in lockstep or share them."""
@@ -328,13 +337,13 @@ PER_PUSH = frozenset(
     {
         "segments-data-overlapped",
         "segments-recompute",
-        "segments-wide",
+        "segments-shared",
         "context-latent",
         "tensor-pipeline",
         "layers-pipeline",
         "experts-tensor-sequence",
-        "wide",
-        "wide-pipeline",
+        "shared",
+        "shared-pipeline",
         "positions",
         "exact-pipeline",
         "segments-exact",
@@ -467,7 +476,9 @@ def test_layout_trains_to_the_losses_of_one_rank(
         )
     else:
         _assert_runs_in_segments(run, 2 if "--expert-model-parallel-size" in layout.flags else 1)
-        assert any(max(map(max, step["cp_sizes_RM"])) > 1 for step in run.steps) == ("wide" in name)
+        assert any(max(map(max, step["cp_sizes_RM"])) > 1 for step in run.steps) == (
+            "shared" in name
+        )
 
 
 def _assert_plans_positions(run: TrainingRun, log_dir: Path) -> None:

@@ -15,7 +15,7 @@ from harness import train as train_small_model
 pytestmark = pytest.mark.distributed
 
 PRINTED_DIGITS = 1e-6
-WIDE = ("--sparse-balance-max-context-parallel", "2")
+SHARED_BY_2 = ("--sparse-balance-max-context-parallel", "2")
 
 
 def train(ranks: int, documents: Path, *flags: str, **options: Any) -> TrainingRun:
@@ -33,19 +33,19 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
     save = (*save, "--ckpt-format", "torch_dist")
     load = ("--load", str(tmp_path / "saved"), "--ckpt-format", "torch_dist")
     one = train(1, documents, *evaluate, log_dir=tmp_path / "one")
-    wide = train(
-        *(2, documents, *evaluate, *save, *WIDE, "--exit-interval", "2"),
+    shared = train(
+        *(2, documents, *evaluate, *save, *SHARED_BY_2, "--exit-interval", "2"),
         program=(str(PROGRAMS / "shared_micro_batches.py"),),
-        log_dir=tmp_path / "wide",
+        log_dir=tmp_path / "shared",
     )
     context = train(
         *(2, documents, *evaluate, *load, "--context-parallel-size", "2"),
         *("--sparse-balance-config", "context-parallel=static"),
         log_dir=tmp_path / "context",
     )
-    losses = wide.logged("lm_loss") + context.logged("lm_loss")
+    losses = shared.logged("lm_loss") + context.logged("lm_loss")
     assert losses == pytest.approx(one.logged("lm_loss"), rel=FEW_ROUNDINGS)
-    found = evaluated(wide)[:1] + evaluated(context)
+    found = evaluated(shared)[:1] + evaluated(context)
     assert found == pytest.approx(evaluated(one), rel=PRINTED_DIGITS)
     assert len(found) >= 2
 
@@ -53,7 +53,7 @@ def test_evaluation_and_a_checkpoint_do_not_depend_on_cp_sizes(
 @pytest.mark.parametrize(
     ("micro_batch_size", "cap"),
     [
-        (1, (*WIDE, "--sparse-balance-max-tokens-per-micro-batch", "128")),
+        (1, (*SHARED_BY_2, "--sparse-balance-max-tokens-per-micro-batch", "128")),
         pytest.param(
             *(2, ("--sparse-balance-max-tokens-per-micro-batch", "256")), marks=pytest.mark.nightly
         ),

@@ -19,21 +19,19 @@ from sparsebalance_megatron.attention.select import selector_named, streaming
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking
 
-GRANULARITIES = tuple(
-    name for name, selector in SELECTORS.items() if isinstance(selector, BlockTopK)
-)
+KINDS = tuple(name for name, selector in SELECTORS.items() if isinstance(selector, BlockTopK))
 BLOCK = 8
 
 
 def _ranking(
-    granularity: str,
+    kind: str,
     inputs: Sequence[Tensor],
     cu_seqlens: list[int],
     *,
     first_blocks: int = 1,
     **options: Any,
 ) -> Ranking:
-    selector = selector_named(granularity, first_blocks=first_blocks)
+    selector = selector_named(kind, first_blocks=first_blocks)
     layout = packed_layout(cu_seqlens, BLOCK, "cpu")
     return ranked(selector, inputs, layout, softmax_scale=0.3, **options)
 
@@ -47,7 +45,7 @@ COVERAGE_ROUNDING = 40 * EPSILON
 
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
-    granularity=st.sampled_from(GRANULARITIES),
+    kind=st.sampled_from(KINDS),
     group=st.sampled_from([1, 2, 4]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     places=st.integers(1, 9),
@@ -58,7 +56,7 @@ COVERAGE_ROUNDING = 40 * EPSILON
 @settings(max_examples=30)
 def test_chunks_give_what_the_definition_gives(
     lengths: list[int],
-    granularity: str,
+    kind: str,
     group: int,
     dtype: torch.dtype,
     places: int,
@@ -72,24 +70,24 @@ def test_chunks_give_what_the_definition_gives(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "SCORES_AT_ONCE", chunk_elements)
         ranking = _ranking(
-            granularity,
+            kind,
             inputs,
             cu_seqlens,
             max_budget=places,
             observe=True,
             first_blocks=first_blocks,
         )
-    selector = selector_named(granularity)
+    selector = selector_named(kind)
     selection = selector.select(ranking, torch.full((len(lengths),), places))
     assert (selection.indices_QCK.dtype, selection.counts_QC.dtype) == (torch.int16, torch.int32)
     found = listed(selection.indices_QCK, selection.counts_QC)
     expected = oracle.moba_lists(
-        *inputs, cu_seqlens, BLOCK, [places] * len(lengths), granularity, first_blocks
+        *inputs, cu_seqlens, BLOCK, [places] * len(lengths), kind, first_blocks
     )
     assert found.keys() == expected.keys()
     blocks = oracle.blocks_of(cu_seqlens, BLOCK)
     for row, head, own, kv_head, vector in oracle.selectors(
-        inputs[0], inputs[1].shape[1], blocks, granularity
+        inputs[0], inputs[1].shape[1], blocks, kind
     ):
         scores = oracle.visible_scores(vector, inputs[1], kv_head, own, blocks)
         assert len(set(found[row, head])) == len(found[row, head])
@@ -100,21 +98,19 @@ def test_chunks_give_what_the_definition_gives(
     for document, tokens in enumerate(lengths):
         assert (curves_SK[document, -(-tokens // BLOCK) - 1 :] == 1.0).all()
     for budget in range(1, curves_SK.shape[1] + 1):
-        covered = oracle.coverage(
-            *inputs, cu_seqlens, BLOCK, granularity, 0.3, budget, first_blocks
-        )
+        covered = oracle.coverage(*inputs, cu_seqlens, BLOCK, kind, 0.3, budget, first_blocks)
         torch.testing.assert_close(
             curves_SK[:, budget - 1], torch.tensor(covered), atol=COVERAGE_ROUNDING, rtol=0
         )
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0, 0.0, -0.0])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_equal_scores_go_to_the_lower_block(granularity: str, sign: float) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_scores_go_to_the_lower_block(kind: str, sign: float) -> None:
     """Zeros of either sign are equal too."""
     q_THD, k_TGD = sign * torch.ones(320, 2, 4), torch.ones(320, 1, 4)
     k_TGD[160:] = k_TGD[160:].copysign(torch.tensor(1.0 if sign else -1.0))
-    ranking = _ranking(granularity, (q_THD, k_TGD), [0, 320], max_budget=4)
+    ranking = _ranking(kind, (q_THD, k_TGD), [0, 320], max_budget=4)
     row = 30 * BLOCK if ranking.by_token else 30
     assert ranking.indices_QCK[row, 0].tolist() == [30, 0, 1, 2]
 

@@ -50,7 +50,7 @@ def test_segments_are_the_whole(name: str, segments: int, seed: int, kv_heads: i
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["token-query-head", "previous-block"])
 def test_segments_lose_no_precision(name: str, dtype: torch.dtype) -> None:
-    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, granularity=name, dtype=dtype)
+    case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, kind=name, dtype=dtype)
     found = Segmented(case, CAUSAL[name], _cuts(8, 1), dtype).run()
     assert_as_good_as_plain(case, found, dtype, case.plain(torch.float64))
 

@@ -28,7 +28,7 @@ from sparsebalance_megatron.plan.step_costs import step_costs
 
 
 class Case:
-    """A placed global batch; slots hold samples in turn."""
+    """A placed global batch; positions hold samples in turn."""
 
     def __init__(self, seed, tuning, *, shape=(2, 4, 2, 1), observed=1.0, lengths=None, **changes):
         generator = np.random.default_rng(seed)
@@ -162,8 +162,8 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     chosen = plan_settings(tuning="raise", base_budget=6)
     where = placed([0, 1, 1, 1], job)
 
-    def prepared(giant):
-        costs = step_costs([giant, *small], job, cost_model(), StageScales.ones(1))
+    def prepared(longest):
+        costs = step_costs([longest, *small], job, cost_model(), StageScales.ones(1))
         return budget_problem(chosen, costs, coverage)
 
     def rank_ms(problem, budgets_LS):
@@ -174,10 +174,10 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
 
     problem = prepared(300 * 64)
     low, high = floor_ms(problem)[1], rank_ms(problem, problem.allowed.top_LS)[1]
-    giants = range(256 * 64, 4096 * 64)
+    possible = range(256 * 64, 4096 * 64)
     wanted = low + share * (high - low)
-    giant = giants[bisect.bisect(giants, wanted, key=lambda g: floor_ms(prepared(g))[0])]
-    problem = prepared(giant)
+    longest = possible[bisect.bisect(possible, wanted, key=lambda g: floor_ms(prepared(g))[0])]
+    problem = prepared(longest)
     costs, allowed = problem.costs, problem.allowed
     limit = floor_ms(problem)[0]
     assert low < limit < high

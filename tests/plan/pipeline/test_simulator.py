@@ -116,9 +116,9 @@ LOCKSTEP = st.sampled_from(
 def waiting_times(sizes, shape, seed):
     """Times of ranks that wait for one another, equal where a micro-batch is shared; the oracle's
     events."""
-    ranks, lockstep, widest = sizes
+    ranks, lockstep, most_ranks = sizes
     stages, chunks, positions = shape
-    cp_sizes_RM = random_cp_sizes(ranks, positions, widest, seed)
+    cp_sizes_RM = random_cp_sizes(ranks, positions, most_ranks, seed)
     times = shared_times((ranks, positions, stages, chunks), cp_sizes_RM, seed)
     name = schedule_name(stages, chunks)
     naive = oracle.waiting_pipelines(*times.tolist(), cp_sizes_RM.tolist(), name, lockstep)

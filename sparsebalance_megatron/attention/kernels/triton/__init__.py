@@ -14,9 +14,6 @@ from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.kernels.triton.tiles import SHARED_BYTES, capability_of
 from sparsebalance_megatron.attention.selection import Selection
 
-interpreter_has_bfloat16 = False
-"""Whether Triton's interpreter was taught to multiply bfloat16, which it is not by itself."""
-
 
 def forward(
     q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
@@ -90,7 +87,7 @@ def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
             f"{torch.cuda.get_device_name(q_THD.device)}, has {capability[0]}.{capability[1]}: "
             f'use "{other}"'
         )
-    if q_THD.dtype == torch.bfloat16 and is_interpreted() and not interpreter_has_bfloat16:
+    if q_THD.dtype == torch.bfloat16 and is_interpreted():
         return f'multiplies the bits of bfloat16 as integers in the interpreter: use "{other}"'
     if q_THD.dtype == torch.float64:
         return f'does not compute in float64: use "{other}"'

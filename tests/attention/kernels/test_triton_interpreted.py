@@ -23,7 +23,7 @@ PER_PUSH = (
     "test_kernels.py::test_columns_alone",
     "test_kernels.py::test_columns_without_places_are_none",
     *(
-        f"../test_kernel_contract.py::{test}[{kind}-triton-{case}]"
+        f"../test_contract.py::{test}[{kind}-triton-{case}]"
         for kind in ("previous-block", "token-kv-head")
         for test, case in (
             ("test_bad_numbers_of_a_document_stay_in_it", "nan"),
@@ -31,13 +31,13 @@ PER_PUSH = (
             ("test_a_query_without_keys_gives_zero_and_finite_gradients", "False"),
         )
     ),
-    "../test_kernel_contract.py::test_large_scores_stay_finite[vertical-slash-triton]",
+    "../test_contract.py::test_large_scores_stay_finite[vertical-slash-triton]",
     "test_kernels.py::test_cut_lists_of_readers_add_up",
     "test_kernels.py::test_head_dims_and_groups",
-    "test_router_kernels.py::test_lists_and_mass_are_those_of_torch",
-    "test_router_kernels.py::test_means_are_the_same",
-    "test_router_kernels.py::test_ties_go_to_the_lower_block",
-    "test_inverse_lists.py::test_readers_lie_by_block_and_tile",
+    "../../select/test_router_kernels.py::test_lists_and_mass_are_those_of_torch",
+    "../../select/test_router_kernels.py::test_means_are_the_same",
+    "../../select/test_router_kernels.py::test_ties_go_to_the_lower_block",
+    "test_index.py::test_readers_lie_by_block_and_tile",
     "test_kernels.py::test_chunks_launches_and_cut_lists_add_up",
 )
 """They launch every kernel; the others are nightly."""
@@ -67,12 +67,12 @@ def run_interpreted(*tests: str) -> None:
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     paths = [os.fspath(KERNEL_TESTS / test) for test in tests]
     # Of the tests of all implementations, those of Triton's.
-    options = ("-q", "-k", "triton", "-p", "no:cacheprovider")
+    options = ("-q", "-k", "triton or router_kernels", "-p", "no:cacheprovider")
     command = [sys.executable, "-m", "pytest", *paths, *options]
     result = subprocess.run(
         command,
         env=environment,
-        cwd=KERNEL_TESTS.parents[2],
+        cwd=KERNEL_TESTS.parents[3],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

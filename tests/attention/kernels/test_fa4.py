@@ -231,7 +231,7 @@ def test_lists_that_are_not_served_are_named(monkeypatch: pytest.MonkeyPatch) ->
     torch.use_deterministic_algorithms(False)
     try:
         for problem, how in {
-            "a block of queries shares": {"block": 128, "granularity": "token-kv-head"},
+            "a block of queries shares": {"block": 128, "kind": "token-kv-head"},
             "a multiple of 128 tokens here, not 64": {"block": 64},
             "head dims up to 128 with lists, not 256": {"block": 128, "head_dim": 256},
             "None": {"block": 128},

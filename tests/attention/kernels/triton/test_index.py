@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from attention.cases import drawn, listed, on_device, ranked
+from attention.kernels.triton.where import DEVICE, pytestmark  # noqa: F401
 from attention.sequence.slices import local_selection, slices_of
-from attention.triton.where import DEVICE, pytestmark  # noqa: F401
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,20 +68,20 @@ def test_lists_and_items_are_as_defined(
     most = lists.entries_per_item
     assert 1 <= most <= 4 * selection.indices_QCK.shape[2]
     parts = [max(1, -(-len(readers) // most)) for readers in expected]
-    counts, first_slots = lists.list_2U.tolist()
+    counts, first_places = lists.list_2U.tolist()
     assert counts[: len(parts)] == parts
     assert sum(count for count in parts if count > 1) <= lists.cut_items
-    item_lists, item_parts, item_slots = lists.item_3I.tolist()
+    item_lists, item_parts, item_places = lists.item_3I.tolist()
     items = list(zip(item_lists, item_parts, strict=True))
     existing = [item for item in items if item[0] >= 0]
     assert items[: len(existing)] == existing
     assert sorted(existing) == [(u, part) for u, n in enumerate(parts) for part in range(n)]
     # The second pass finds a cut list's results side by side.
-    slots = item_slots[: len(existing)]
-    cut = [slot for slot in slots if slot >= 0]
+    places = item_places[: len(existing)]
+    cut = [place for place in places if place >= 0]
     assert sorted(cut) == list(range(len(cut)))
-    for (number, part), slot in zip(existing, slots, strict=True):
-        assert slot == (first_slots[number] + part if parts[number] > 1 else -1)
+    for (number, part), place in zip(existing, places, strict=True):
+        assert place == (first_places[number] + part if parts[number] > 1 else -1)
 
 
 def test_a_block_that_all_read_is_cut_as_memory_allows() -> None:

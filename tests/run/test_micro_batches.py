@@ -142,9 +142,9 @@ BLOCK_TOKENS = 4
 NO_GROUP: Any = None
 
 
-def groups(rank: int, widest: int) -> SequenceGroups:
+def groups(rank: int, most_ranks: int) -> SequenceGroups:
     """Those of one rank, without processes."""
-    cp_sizes = [1 << power for power in range(widest.bit_length())]
+    cp_sizes = [1 << power for power in range(most_ranks.bit_length())]
     return SequenceGroups(
         rank=rank,
         by_size={

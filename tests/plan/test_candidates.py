@@ -20,7 +20,7 @@ from sparsebalance_megatron.cost.exchange import Exchange
 
 JOBS, GROUPS = 200, 20
 ROUNDING = 1e-8
-KINDS = ("spread", "giant", "equal", "spread")
+KINDS = ("spread", "long", "equal", "spread")
 
 
 def random_inputs(number: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ KERNELS = (
     token_kernels._delta_kernel,
     token_kernels._token_key_kernel,
 )
-GRANULARITIES = ["previous-block", "token-kv-head", "token-query-head", "vertical-slash"]
+KINDS = ["previous-block", "token-kv-head", "token-query-head", "vertical-slash"]
 
 
 def _inputs(tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[Tensor]:
@@ -48,13 +48,13 @@ def _inputs(tokens: int, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[T
     ]
 
 
-def _random_selection(layout: PackedLayout, budgets: list[int], granularity: str) -> Selection:
+def _random_selection(layout: PackedLayout, budgets: list[int], kind: str) -> Selection:
     generator = torch.Generator("cuda").manual_seed(1)
     q_THD, k_TGD = (
         torch.randn(layout.tokens, heads, 16, generator=generator, device="cuda")
         for heads in (HEADS, KV_HEADS)
     )
-    return selected(granularity, q_THD, k_TGD, layout, budgets)
+    return selected(kind, q_THD, k_TGD, layout, budgets)
 
 
 def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
@@ -65,11 +65,11 @@ def _attend(inputs: list[Tensor], selection: Selection) -> tuple[Tensor, ...]:
     return out_THD.detach(), lse_TH, *gradients
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_results_repeat_bit_by_bit_with_a_block_that_all_read(granularity: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_repeat_bit_by_bit_with_a_block_that_all_read(kind: str) -> None:
     inputs = _inputs(32768)
     layout = packed_layout([0, 100, 32768], 128, "cuda")
-    selection = _random_selection(layout, [1, 16], granularity)
+    selection = _random_selection(layout, [1, 16], kind)
     numbers_Q = layout.block_T if selection.by_token else layout.number_N
     # Where the block is listed already, it stays listed once. First tokens are columns of all.
     lists_QCK = selection.indices_QCK
@@ -82,14 +82,14 @@ def test_results_repeat_bit_by_bit_with_a_block_that_all_read(granularity: str) 
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_other_budgets_and_lengths_compile_nothing(granularity: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_budgets_and_lengths_compile_nothing(kind: str) -> None:
     def compiled() -> int:
         return sum(len(caches[0]) for kernel in KERNELS for caches in kernel.device_caches.values())
 
     def run(cu_seqlens: list[int], budgets: list[int]) -> None:
         layout = packed_layout(cu_seqlens, 128, "cuda")
-        selection = _random_selection(layout, budgets, granularity)
+        selection = _random_selection(layout, budgets, kind)
         _attend(_inputs(cu_seqlens[-1]), selection)
 
     run([0, 5000], [4])
@@ -102,10 +102,10 @@ def test_other_budgets_and_lengths_compile_nothing(granularity: str) -> None:
     assert compiled() == before
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_neither_pass_waits_for_the_device(granularity: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_pass_waits_for_the_device(kind: str) -> None:
     """Ranking, coverage and the cut included."""
-    inputs, selector = _inputs(8192), selector_named(granularity)
+    inputs, selector = _inputs(8192), selector_named(kind)
     layout, budgets_S = packed_layout([0, 3000, 8192], 128, "cuda"), torch.tensor([4, 9]).cuda()
 
     def layer() -> None:
@@ -155,11 +155,9 @@ def test_rows_beyond_two_billion_elements(by_token: bool) -> None:
         torch.testing.assert_close(a[-tail:], b)
 
 
-@pytest.mark.parametrize("granularity", ["token-kv-head", "token-query-head"])
-def test_tokens_on_a_gpu(granularity: str) -> None:
+@pytest.mark.parametrize("kind", ["token-kv-head", "token-query-head"])
+def test_tokens_on_a_gpu(kind: str) -> None:
     torch.use_deterministic_algorithms(False)
-    case = make_case(
-        [0, 700, 1500], [3, 2], block=128, head_dim=64, granularity=granularity, device="cuda"
-    )
+    case = make_case([0, 700, 1500], [3, 2], block=128, head_dim=64, kind=kind, device="cuda")
     ours = case.ours("tokens", torch.float32)
     assert_as_good_as_plain(case, ours, torch.float32, case.plain(torch.float64))

@@ -2,7 +2,8 @@
 """What every implementation promises of every kind of list, Triton's kernels included.
 
 Triton's run where they are interpreted (see test_triton_interpreted.py), or on a GPU. The others
-compute in float64, and are exact.
+compute in float64, and are exact. Results of a selection with columns are those of masked dense
+attention under the mask of its definition.
 """
 
 import dataclasses
@@ -20,27 +21,38 @@ from attention.cases import (
     assert_as_good_as_plain,
     assert_exact,
     assert_identical,
+    assert_right,
     compute_as_off_the_cpu,
     drawn,
     example_selector,
     make_case,
+    on_device,
     reselected,
     with_columns,
     with_lists,
 )
 from attention.sequence.slices import local_selection, of_members, random_owners, slices_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracles.flash_attention_4 import emulate
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from sparsebalance_megatron.attention.api import budgeted_attention, dense_attention
+from sparsebalance_megatron.attention.api import (
+    block_sparse_attention,
+    budgeted_attention,
+    dense_attention,
+)
+from sparsebalance_megatron.attention.kernels import tile_attention, tokens
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 TRITON: list[Any] = []
 DEVICE = "cpu"
 if importlib.util.find_spec("triton") is not None:
     # By another name: it marks what this module has under its own.
-    from attention.triton.where import DEVICE
-    from attention.triton.where import pytestmark as where_triton_runs
+    from attention.kernels.triton.where import DEVICE
+    from attention.kernels.triton.where import pytestmark as where_triton_runs
 
     TRITON = [
         pytest.param(kind, "triton", marks=where_triton_runs)
@@ -57,25 +69,27 @@ def flash_attention_4_is_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def _every_kind_but(left_out: str) -> pytest.MarkDecorator:
     pairs = [pytest.param(*pair) for pair in [*SERVING, ("previous-block", "fa4")]] + TRITON
     kept = [pair for pair in pairs if not str(pair.values[0]).startswith(left_out)]
-    return pytest.mark.parametrize(("granularity", "implementation"), kept)
+    return pytest.mark.parametrize(("kind", "implementation"), kept)
 
 
 every_kind = _every_kind_but("none")
 every_list_of_blocks = _every_kind_but("vertical-slash")
+ODD: dict[str, Any] = {"block": 8, "head_dim": 8, "value_dim": 5}
 CU_SEQLENS, BUDGETS, BLOCKS = [0, 1, 2, 30, 51, 111], [1, 3, 2, 3, 5], 10
 
 
 def _case(
-    granularity: str,
+    kind: str,
     implementation: str,
     cu_seqlens: list[int] = CU_SEQLENS,
     budgets: list[int] = BUDGETS,
+    **sizes: Any,
 ) -> Case:
     how: dict[str, Any] = {"block": 16, "head_dim": 16, "value_dim": 8}
     if implementation == "triton":
         # Few heads, since the interpreter is slow.
         how |= {"heads": 2, "kv_heads": 1, "device": DEVICE}
-    return make_case(cu_seqlens, budgets, granularity=granularity, **how)
+    return make_case(cu_seqlens, budgets, kind=kind, **how | sizes)
 
 
 def _dtype(implementation: str) -> torch.dtype:
@@ -104,6 +118,105 @@ def _spoilt_past_ends(case: Case) -> Case:
     return with_lists(case, spoilt(case.selection.indices_QCK, counts_QC), counts_QC)
 
 
+PACKINGS = {
+    "own-block-only": ([0, 40], [1]),
+    "odd-length": ([0, 37], [2]),
+    "one-token-documents-mixed-budgets": ([0, 1, 2, 30, 51], [1, 3, 2, 3]),
+    "everything": ([0, 21, 48], [9, 9]),
+    "shorter-than-a-block": ([0, 3, 5, 6], [1, 2, 1]),
+    "many-blocks": ([0, 1, 30, 111, 190], [1, 2, 3, 8]),
+}
+
+
+@st.composite
+def _random_packings(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Boundaries and budgets."""
+    lengths = draw(st.lists(st.integers(1, 45), min_size=1, max_size=4))
+    budgets = draw(st.lists(st.integers(1, 7), min_size=len(lengths), max_size=len(lengths)))
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()], budgets
+
+
+@pytest.mark.parametrize(("kind", "implementation"), SERVING)
+@given(packing=_random_packings(), kv_heads=st.sampled_from([1, 2, 4]))
+@settings(max_examples=12)
+def test_float64_is_exact(
+    kind: str, implementation: str, packing: tuple[list[int], list[int]], kv_heads: int
+) -> None:
+    """Lists are those of the definition."""
+    case = _case(kind, implementation, *packing, kv_heads=kv_heads, **ODD)
+    assert_exact(case.ours(implementation, torch.float64), case.exact())
+
+
+@pytest.mark.parametrize("off_the_cpu", [False, True])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize(("kind", "implementation"), [*SERVING, *TRITON])
+def test_training_precision_is_as_good_as_plain_torch(
+    kind: str,
+    implementation: str,
+    packing: str,
+    off_the_cpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As computed on the CPU, and on other devices; in both precisions in turn."""
+    if off_the_cpu:
+        compute_as_off_the_cpu(monkeypatch)
+    how: dict[str, Any] = {} if implementation == "triton" else ODD
+    # Triton's interpreter cannot multiply bfloat16.
+    low = torch.float16 if implementation == "triton" else torch.bfloat16
+    how |= {"dtype": (torch.float32, low)[(list(PACKINGS).index(packing) + off_the_cpu) % 2]}
+    case = _case(kind, implementation, *PACKINGS[packing], **how)
+    assert_right(case, case.q_THD.dtype, implementation)
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+@pytest.mark.parametrize("off_the_cpu", [False, True])
+@pytest.mark.parametrize(
+    ("scores_at_once", "tile_rows", "places_at_once"),
+    [(1, 1, 8), (700, 6, 1), (3000, 16, 2), (3000, 768, 3)],
+)
+def test_results_do_not_depend_on_what_is_computed_at_once(
+    kind: str,
+    off_the_cpu: bool,
+    scores_at_once: int,
+    tile_rows: int,
+    places_at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also as many tiles of tokens as there may be at most, where the host does not read."""
+    case = _case(kind, "auto", [0, 13, 60], [3, 4], **ODD)
+    whole = case.ours("auto", torch.float64)
+    monkeypatch.setattr(tile_attention, "_SCORES_AT_ONCE", scores_at_once)
+    monkeypatch.setattr(tokens, "_TILE_ROWS", (tile_rows,))
+    monkeypatch.setattr(tokens, "_PLACES_AT_ONCE", places_at_once)
+    if off_the_cpu:
+        compute_as_off_the_cpu(monkeypatch)
+    assert_exact(case.ours("auto", torch.float64), whole)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@every_kind
+def test_recomputed_passes_repeat_every_bit_and_leave_inputs_alone(
+    kind: str, implementation: str, reentrant: bool
+) -> None:
+    case = _case(kind, implementation, [0, 30, 51], [3, 2])
+    copies = [x.clone() for x in (case.q_THD, case.k_TGD, case.v_TGF)]
+    selection = on_device(case.selection, case.device)
+
+    def attend(*qkv: Tensor) -> tuple[Tensor, Tensor]:
+        how = {"softmax_scale": SCALE, "implementation": implementation}
+        out, lse = block_sparse_attention(*qkv, selection, **how)
+        assert not lse.requires_grad
+        return out, lse
+
+    def recompute(*qkv: Tensor) -> Any:
+        return checkpoint(attend, *qkv, use_reentrant=reentrant)
+
+    both = (case.run(function, torch.float32, case.device) for function in (attend, recompute))
+    assert_identical(*both)
+    for x, copy in zip((case.q_THD, case.k_TGD, case.v_TGF), copies, strict=True):
+        assert torch.equal(x, copy)
+
+
 OWNERS = {
     "short blocks": [0, 0, 1, 1, 2, 1, 2, 2, 1, 1],
     "two in turn": [0, 1] * 5,
@@ -116,11 +229,11 @@ OWNERS = {
 @pytest.mark.parametrize("owners", OWNERS.values(), ids=OWNERS)
 @_every_kind_but("vertical-slash-last-queries")
 def test_parts_of_members_add_up_to_the_whole(
-    granularity: str, implementation: str, owners: list[int]
+    kind: str, implementation: str, owners: list[int]
 ) -> None:
     """Queries of one member, and keys and values of all, head by head; past a list's end no block's
     number."""
-    case, members = _spoilt_past_ends(_case(granularity, implementation)), 1 + max(owners)
+    case, members = _spoilt_past_ends(_case(kind, implementation)), 1 + max(owners)
     slices = slices_of(CU_SEQLENS, np.array(owners), members, block=16)
     assert slices[0].whole_layout.blocks == BLOCKS
     found = of_members(case, implementation, _dtype(implementation), slices)
@@ -130,7 +243,7 @@ def test_parts_of_members_add_up_to_the_whole(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_lose_no_precision(dtype: torch.dtype) -> None:
     """Sums over parts are made in float32: the error is that of the inputs' dtype."""
-    how = {"block": 16, "head_dim": 8, "granularity": "token-kv-head", "dtype": dtype}
+    how = {"block": 16, "head_dim": 8, "kind": "token-kv-head", "dtype": dtype}
     case = make_case(CU_SEQLENS, BUDGETS, **how)
     slices = slices_of(CU_SEQLENS, np.array(OWNERS["five"]), 5, block=16)
     found = of_members(case, "tokens", dtype, slices)
@@ -140,12 +253,12 @@ def test_parts_lose_no_precision(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("off_the_cpu", [False, True])
 @_every_kind_but("vertical-slash-last-queries")
 def test_queries_of_some_blocks_get_their_rows_of_the_whole(
-    granularity: str, implementation: str, off_the_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, implementation: str, off_the_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gradients, through the public call; as computed on the CPU and elsewhere."""
     if off_the_cpu:
         compute_as_off_the_cpu(monkeypatch)
-    case = _case(granularity, implementation)
+    case = _case(kind, implementation)
     held = slices_of(CU_SEQLENS, np.array(OWNERS["random"]), 3, block=16)[0]
     rows = held.tokens_T
     case.dout_THF[np.setdiff1d(np.arange(CU_SEQLENS[-1]), rows)] = 0.0
@@ -165,12 +278,10 @@ def test_queries_of_some_blocks_get_their_rows_of_the_whole(
 
 @pytest.mark.parametrize("spoilt", ["nan", "inf", "-inf", "everything"])
 @every_kind
-def test_bad_numbers_of_a_document_stay_in_it(
-    granularity: str, implementation: str, spoilt: str
-) -> None:
+def test_bad_numbers_of_a_document_stay_in_it(kind: str, implementation: str, spoilt: str) -> None:
     """It lies between two others, and its last block is short, so that its own blocks must be
     read as such: the list comes from the bad numbers."""
-    clean = _case(granularity, implementation, [0, 20, 86, 115], [2, 3, 2])
+    clean = _case(kind, implementation, [0, 20, 86, 115], [2, 3, 2])
     names = ("q_THD", "k_TGD", "v_TGF", "dout_THF")
     copies = {name: getattr(clean, name).clone() for name in names}
     if spoilt == "everything":
@@ -187,8 +298,8 @@ def test_bad_numbers_of_a_document_stay_in_it(
 
 
 @_every_kind_but("vertical-slash-last-queries")
-def test_a_document_of_nan_stays_alone_in_parts(granularity: str, implementation: str) -> None:
-    case = _case(granularity, implementation)
+def test_a_document_of_nan_stays_alone_in_parts(kind: str, implementation: str) -> None:
+    case = _case(kind, implementation)
     slices = slices_of(CU_SEQLENS, np.array(OWNERS["two in turn"]), 2, block=16)
     clean = of_members(case, implementation, torch.float32, slices)
     for x in (case.q_THD, case.k_TGD, case.v_TGF, case.dout_THF):
@@ -203,11 +314,11 @@ def test_a_document_of_nan_stays_alone_in_parts(granularity: str, implementation
 @pytest.mark.parametrize("off_the_cpu", [False, True])
 @every_list_of_blocks
 def test_a_query_without_keys_gives_zero_and_finite_gradients(
-    granularity: str, implementation: str, off_the_cpu: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, implementation: str, off_the_cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if off_the_cpu:
         compute_as_off_the_cpu(monkeypatch)
-    case = _case(granularity, implementation, [0, 80], [3])
+    case = _case(kind, implementation, [0, 80], [3])
     counts_QC = case.selection.counts_QC.clone()
     counts_QC[slice(32, 48) if case.selection.by_token else 2] = 0
     changed = with_lists(case, case.selection.indices_QCK, counts_QC)
@@ -220,16 +331,16 @@ def test_a_query_without_keys_gives_zero_and_finite_gradients(
 
 
 @every_kind
-def test_what_lies_past_a_list_is_not_read(granularity: str, implementation: str) -> None:
-    case = _case(granularity, implementation, [0, 1, 30, 190], [1, 2, 8])
+def test_what_lies_past_a_list_is_not_read(kind: str, implementation: str) -> None:
+    case = _case(kind, implementation, [0, 1, 30, 190], [1, 2, 8])
     changed = _spoilt_past_ends(case)
     assert not changed.selection.indices_QCK.equal(case.selection.indices_QCK)
     assert_identical(*(one.ours(implementation, torch.float32) for one in (case, changed)))
 
 
 @every_kind
-def test_large_scores_stay_finite(granularity: str, implementation: str) -> None:
-    case = _case(granularity, implementation, [0, 50], [3])
+def test_large_scores_stay_finite(kind: str, implementation: str) -> None:
+    case = _case(kind, implementation, [0, 50], [3])
     case = dataclasses.replace(case, q_THD=case.q_THD * 100)
     ours = case.ours(implementation, torch.float32)
     slices = slices_of([0, 50], np.array([0, 1, 0, 1]), 2, block=16)

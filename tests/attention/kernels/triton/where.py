@@ -10,8 +10,4 @@ import pytest
 triton = pytest.importorskip("triton")
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
-if INTERPRETED:
-    from attention.triton.bfloat16 import compute_in_bfloat16
-
-    compute_in_bfloat16()
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from attention.cases import ranked
-from attention.triton.where import DEVICE, pytestmark  # noqa: F401
+from attention.kernels.triton.where import DEVICE, pytestmark  # noqa: F401
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
