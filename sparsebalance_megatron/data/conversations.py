@@ -120,30 +120,29 @@ class ConversationRenderer:
     ) -> int:
         """Turns whose reasoning is not in the text, while that of others is."""
         pieces = [
-            (turn, each)
+            (turn, *piece)
             for turn, message in enumerate(messages)
-            for each in _pieces(message)
-            if each.text(message).strip()
+            for piece in _pieces(message)
+            if piece[1].strip()
         ]
-        if _stand_in_order((each.text(messages[turn]) for turn, each in pieces), text):
+        if _stand_in_order((said for _, _, said, _ in pieces), text):
             return 0
         # Templates may write turns in another order, or quote them.
         silent = set()
-        for turn, piece in pieces:
-            changed = [*messages]
-            changed[turn] = piece.lengthened(messages[turn])
+        for turn, is_reasoning, _, changed in pieces:
             try:
-                written = self.text(changed, tools) != text
+                turns = [*messages[:turn], changed, *messages[turn + 1 :]]
+                written = self.text(turns, tools) != text
             except RenderError:
                 written = True
-            if not written and not piece.is_reasoning:
+            if not written and not is_reasoning:
                 raise RenderError(
                     f"it does not write the content of turn {turn + 1} "
                     f"({messages[turn]['role']}); use a chat template that does"
                 )
             if not written:
                 silent.add(turn)
-        if silent and silent == {turn for turn, piece in pieces if piece.is_reasoning}:
+        if silent and silent == {turn for turn, is_reasoning, *_ in pieces if is_reasoning}:
             raise RenderError(
                 f"it does not write the reasoning of turn {min(silent) + 1}, nor any other; use a "
                 "chat template that does, or remove it"
@@ -151,34 +150,18 @@ class ConversationRenderer:
         return len(silent)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """Text that a turn holds under one or more keys, from ``start`` to ``end``."""
-
-    keys: Sequence[str]
-    start: int
-    end: int
-    is_reasoning: bool
-
-    def text(self, message: Message) -> str:
-        return str(message[self.keys[0]])[self.start : self.end]
-
-    def lengthened(self, message: Message) -> Message:
-        text = message[self.keys[0]]
-        return message | dict.fromkeys(self.keys, f"{text[: self.end]}x{text[self.end :]}")
-
-
-def _pieces(message: Message) -> Iterator[_Piece]:
-    """The reasoning of a turn, and its content, cut at tags around reasoning."""
+def _pieces(message: Message) -> Iterator[tuple[bool, str, Message]]:
+    """The reasoning of a turn, and its content, cut at tags around reasoning: whether it is
+    reasoning, its text, and the turn with a longer one."""
     content, is_assistant = message["content"] or "", message["role"] == "assistant"
     given = {key: message[key] for key in _REASONING if isinstance(message.get(key), str)}
     for text in dict.fromkeys(given.values()) if is_assistant else ():
-        keys = [key for key, value in given.items() if value == text]
-        yield _Piece(keys=keys, start=0, end=len(text), is_reasoning=True)
+        yield True, text, message | {key: f"{text}x" for key in given if given[key] == text}
     tags = _THINK_TAG.finditer(content) if is_assistant else ()
     bounds = [0, *(place for tag in tags for place in tag.span()), len(content)]
     for start, end in zip(bounds[::2], bounds[1::2], strict=True):
-        yield _Piece(keys=["content"], start=start, end=end, is_reasoning=end < len(content))
+        changed = {**message, "content": f"{content[:end]}x{content[end:]}"}
+        yield end < len(content), content[start:end], changed
 
 
 def _stand_in_order(parts: Iterable[str], text: str) -> bool:

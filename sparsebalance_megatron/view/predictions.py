@@ -96,7 +96,12 @@ def prediction_lines(
         *_findings(given),
         *_remarks(given.workload),
     ]
-    legend = [f"{name}: {text}" for name, text in {**meanings, **_COLUMNS}.items()]
+    is_dense = all(row.workload.is_dense for row in comparison.rows)
+    legend = [
+        f"{name}: {text}"
+        for name, text in {**meanings, **_COLUMNS}.items()
+        if name != "coverage" or not is_dense
+    ]
     if not meanings:
         legend = ["`sparse-balance plan --explain` says what rows and columns are."]
     return [
