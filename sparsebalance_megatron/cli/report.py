@@ -9,7 +9,7 @@ from sparsebalance_megatron.cli.output import (
     refuse_output_over_logs,
     write_text,
 )
-from sparsebalance_megatron.cli.summary import as_document, show
+from sparsebalance_megatron.cli.summary import add_beside, as_document, show
 from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.view.report.run_report import make_report, render_page
 
@@ -23,15 +23,7 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--baseline", type=Path, metavar="RUN_DIR", help="compare with this run of the same samples"
     )
-    parser.add_argument(
-        "--beside",
-        type=Path,
-        nargs="+",
-        default=(),
-        metavar="RUN_DIR",
-        help="other runs of the same samples, with --baseline: a column for each, and what "
-        "placement, attention and budgets gain",
-    )
+    add_beside(parser)
     parser.add_argument(
         "--step",
         type=int,

@@ -41,6 +41,16 @@ def add_flags(parser: ArgumentParser) -> None:
         dest="run_directory",
         help="logs of the run over the same samples",
     )
+    add_beside(parser)
+    parser.add_argument("--all", action="store_true", help="every row of the table")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write JSON here")
+    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.svg", help="also draw a typical step of both here"
+    )
+
+
+def add_beside(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--beside",
         type=Path,
@@ -49,12 +59,6 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="DIR",
         help="logs of other runs over the same samples: speedups and a column for each; mode exact "
         "tells what placement gains, fixed budgets (mode placement) what attention does",
-    )
-    parser.add_argument("--all", action="store_true", help="every row of the table")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="also write JSON here")
-    parser.add_argument("--json", action="store_true", help="print JSON, and nothing else")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE.svg", help="also draw a typical step of both here"
     )
 
 
