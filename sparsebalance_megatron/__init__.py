@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SparseBalanceConfig", "__version__"]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> Any:
