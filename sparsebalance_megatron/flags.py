@@ -9,7 +9,7 @@ over the default.
 import re
 import tomllib
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, Literal, get_origin
@@ -211,13 +211,18 @@ def _option_of(word: str, mode: str | None) -> dict[str, Any]:
 def in_mode(mode: str, argv: Sequence[str]) -> list[str]:
     """The words of a command line in a mode, without flags that have no effect beside it."""
     ineffective = {MODE_FLAG, *map(flag_name, _WITHOUT_EFFECT.get(mode, ()))}
+    return [*without_flags(argv, ineffective.__contains__), MODE_FLAG, mode]
+
+
+def without_flags(argv: Sequence[str], is_dropped: Callable[[str], bool]) -> list[str]:
+    """The words of a command line but for some flags and their values."""
     words, dropped = [], False
     for word in argv:
         if word.startswith("--"):
-            dropped = word.partition("=")[0] in ineffective
+            dropped = is_dropped(word.partition("=")[0])
         if not dropped:
             words.append(word)
-    return [*words, MODE_FLAG, mode]
+    return words
 
 
 def value_of(flag: str, argv: Sequence[str]) -> str | None:

@@ -14,7 +14,7 @@ from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.cost.model import counted_rates
-from sparsebalance_megatron.flags import MODE_FLAG, in_mode, value_of
+from sparsebalance_megatron.flags import MODE_FLAG, in_mode, value_of, without_flags
 from sparsebalance_megatron.predict.comparison import (
     EXACT,
     GIVEN,
@@ -300,13 +300,7 @@ def _ranking(found: Comparison, words_of: Mapping[tuple[str, ...], list[str]]) -
 
 def _without_plugin(words: Sequence[str]) -> list[str]:
     """The words of a command line that Megatron alone takes."""
-    kept, dropped = [], False
-    for word in words:
-        if word.startswith("--"):
-            dropped = word.startswith(flag_name("enabled"))
-        if not dropped:
-            kept.append(word)
-    return kept
+    return without_flags(words, lambda flag: flag.startswith(flag_name("enabled")))
 
 
 def _json(comparison: Comparison) -> dict[str, Any]:
