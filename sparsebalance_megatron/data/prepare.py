@@ -39,6 +39,17 @@ _NOTHING_LEARNT = (
 _PERCENTILES = (50, 90, 99)
 TOKENIZER_FILE = "tokenizer.json"
 
+_SUFFIXES = ("s", "t", "re", "ve", "m", "ll", "d")
+_PROBES = (
+    "Hello World, it's ok  two   spaces\n\n\tdef f_1(x):\r\n    return x+1.5e-3  # ok\n\n\n  \n!\n",
+    " éÉ e\u0301 \ufb01 \u2460 \uff21 你好\uff0c世界。 При 🎉👍\U0001f3fd \u200b—“x”\t ",
+    "\nhttps://a.org/B_c?d=1&e=2 <tag> {% x %} [INST] ### '' $5,000.00 (a)(b) ال กำ 한국 ",
+    " ".join(f"I'{suffix} HE'{suffix.upper()} '{suffix}" for suffix in _SUFFIXES),
+    " ".join(f"{number**5} x{number}y.{number}" for number in range(300)),
+)
+"""Texts on which pre-tokenizers and normalisers differ: digits, blanks, accents, scripts."""
+_PROBED_TOKENS = 4000
+
 
 def prepare(
     source: RecordFiles,
@@ -282,7 +293,8 @@ def load_tokenizer(
     """Load a HuggingFace tokenizer from a directory, or by its name on the model hub.
 
     Raises:
-        DataError: it is damaged, or its chat template is unusable.
+        DataError: it is damaged, gives other tokens than its tokenizer.json, or its chat template
+            is unusable.
     """
     path = Path(name).expanduser()
     is_directory = path.is_dir()
@@ -307,9 +319,10 @@ def load_tokenizer(
         raise DataError(
             f"--tokenizer {name}: no tokenizer.json; convert it to a fast tokenizer first"
         )
-    backend = _backend(loaded, path / TOKENIZER_FILE if is_directory else _downloaded(name))
+    backend = loaded.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
+    _check_encoding(name, loaded, path / TOKENIZER_FILE if is_directory else _downloaded(name))
     conversations = ConversationRenderer()
     if loaded.chat_template:
         try:
@@ -318,13 +331,12 @@ def load_tokenizer(
             raise DataError(f"--tokenizer {name}: {error}") from error
     elif template_arguments:
         raise DataError(f"--chat-template-kwargs: the tokenizer {name} has no chat template")
-    bos = backend.token_to_id(loaded.bos_token or "")
     return DocumentTokenizer(
         name=name,
         backend=backend,
         vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
-        eod=backend.token_to_id(loaded.eos_token or ""),
-        bos=bos if _begins_with(backend, bos) else None,
+        eod=loaded.eos_token_id,
+        bos=loaded.bos_token_id if _begins_with(backend, loaded.bos_token_id) else None,
         conversations=conversations,
     )
 
@@ -338,25 +350,48 @@ def _downloaded(name: str) -> Path | None:
     return None
 
 
-def _backend(loaded: Any, file: Path | None) -> Any:
-    """The tokenizer of tokenizer.json itself, where there is one: some classes of ``transformers``
-    replace the file's pre-tokenizer or normaliser by their own."""
+def _check_encoding(name: str, loaded: Any, file: Path | None) -> None:
+    """Raise unless ``transformers`` encodes as tokenizer.json says.
+
+    Some classes of ``transformers`` replace the file's pre-tokenizer or normaliser by their own.
+    """
     from tokenizers import Tokenizer
 
+    remedy = (
+        "set tokenizer_class in tokenizer_config.json to the class that saved the file, or to "
+        "PreTrainedTokenizerFast"
+    )
     if file is None or not file.is_file():
-        return loaded.backend_tokenizer
-    backend = Tokenizer.from_file(str(file))
-    # Those of tokenizer_config.json.
-    backend.add_tokens([token for _, token in sorted(loaded.added_tokens_decoder.items())])
-    return backend
+        return
+    reference = Tokenizer.from_file(str(file))
+    reference.no_truncation()
+    reference.no_padding()
+    added = reference.get_added_tokens_decoder().values()
+    # Neighbours that the vocabulary knows to merge, in the order of merging.
+    step = 1 + reference.get_vocab_size() // _PROBED_TOKENS
+    words = reference.decode_batch([[each] for each in range(0, reference.get_vocab_size(), step)])
+    marked = [f"a{token.content} b {token.content}c" for token in added]
+    for text in (*_PROBES, *marked, "".join(words), " ".join(words)):
+        found = _ids_or_error(loaded.backend_tokenizer, text)
+        expected = _ids_or_error(reference, text)
+        if found != expected:
+            reason = f" ({found})" if isinstance(found, str) else ""
+            raise DataError(
+                f"--tokenizer {name}: transformers, as {type(loaded).__name__}, encodes "
+                f"{text[:30]!r}.. otherwise than {TOKENIZER_FILE}{reason}; {remedy}"
+            )
+
+
+def _ids_or_error(backend: Any, text: str) -> list[int] | str:
+    try:
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+    # The library raises the bare Exception of Rust, at a text with an unknown token for example.
+    except Exception as error:
+        return str(error)
+    return ids
 
 
 def _begins_with(backend: Any, token: int | None) -> bool:
-    try:
-        with_special, without = (
-            backend.encode("a", add_special_tokens=special).ids[:1] for special in (True, False)
-        )
-    # The bare exception of Rust, where the letter is no token.
-    except Exception:
+    if token is None or isinstance(without := _ids_or_error(backend, "a"), str):
         return False
-    return with_special == [token] != without
+    return backend.encode("a").ids[:1] == [token] != without[:1]
