@@ -5,7 +5,7 @@ The shortest of all :mod:`.candidates` has its budgets tuned (:mod:`.budgets`) a
 """
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise, starmap
 
 import numpy as np
 
@@ -93,36 +93,27 @@ def _micro_batches(
     """
     placed_LS = np.ascontiguousarray(tuned.budgets_LS[:, samples])
     placed_LS.flags.writeable = False
-    sizes = [len(held) for in_rank in arrangement.samples for held in in_rank if held]
-    firsts = np.cumsum([0, *sizes[:-1]])
+    places, firsts = np.unique(arrangement.micro_batch_of_S[samples], return_index=True)
     dense_ML = np.add.reduceat(tuned.dense_LS[:, samples], firsts, axis=1, dtype=np.int32).T
     dense_ML = np.ascontiguousarray(dense_ML)
     dense_ML.flags.writeable = False
+    starts = arrangement.segment_starts_blocks
     micro_batches: list[MicroBatchPlan] = []
-    first = 0
-    for rank, in_rank in enumerate(arrangement.samples):
-        for position, held in enumerate(in_rank):
-            if not held:
-                continue
-            micro_batch = tuple(samples[first : first + len(held)])
-            lengths_tokens = tuple(problem.lengths_tokens[sample] for sample in micro_batch)
-            micro_batches.append(
-                MicroBatchPlan(
-                    samples=micro_batch,
-                    lengths_tokens=lengths_tokens,
-                    budgets_LS=placed_LS[:, first : first + len(micro_batch)],
-                    rank=rank,
-                    position=position,
-                    cp_size=arrangement.cp_size(rank, position),
-                    segment_starts_blocks=(
-                        arrangement.segment_starts_blocks[rank][position]
-                        if arrangement.segment_starts_blocks
-                        else (0,)
-                    ),
-                    dense_documents_L=dense_ML[len(micro_batches)],
-                )
+    parts = starmap(slice, pairwise([*firsts.tolist(), len(samples)]))
+    for place, held, dense_L in zip(places.tolist(), parts, dense_ML, strict=True):
+        rank, position = divmod(place, problem.job.micro_batches)
+        micro_batches.append(
+            MicroBatchPlan(
+                samples=tuple(samples[held]),
+                lengths_tokens=tuple(problem.lengths_tokens[sample] for sample in samples[held]),
+                budgets_LS=placed_LS[:, held],
+                rank=rank,
+                position=position,
+                cp_size=int(arrangement.cp_sizes_RM[rank, position]),
+                segment_starts_blocks=starts[rank][position] if starts else (0,),
+                dense_documents_L=dense_L,
             )
-            first += len(micro_batch)
+        )
     return tuple(micro_batches)
 
 

@@ -38,7 +38,7 @@ from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.moves import Drawing, Kind, Moves, Rules
-from sparsebalance_megatron.plan.search.state import Contents, Numbers, State
+from sparsebalance_megatron.plan.search.state import Contents, State
 from sparsebalance_megatron.plan.search_effort import WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -102,7 +102,8 @@ class _Annealing:
     ) -> None:
         self.job, self.contents, self.rules, self.effort = job, contents, rules, effort
         self.state = State(start, contents)
-        self.numbers = Numbers()
+        # The same numbers everywhere.
+        self.numbers = np.random.Philox(key=0)
         self.drawing = Drawing(self.state, weights_S, rules, self.numbers)
         self.samples = len(weights_S)
         self.drawn = _DRAWN * rules.lockstep_ranks
@@ -188,7 +189,7 @@ class _Annealing:
         """Take the best of the moves drawn in every pair, where it is good enough."""
         self.effort.spend(_ROUND_OPERATIONS)
         pairs = max(1, self.groups // 2)
-        order_E = np.argsort(self.numbers.draw(self.groups))
+        order_E = np.argsort(self.numbers.random_raw(self.groups))
         # A single group is a pair with itself; of an odd number one waits for the next round.
         groups_E2 = order_E[np.arange(2 * pairs) % self.groups].reshape(pairs, 2)
         moves = self.drawing.draw(groups_E2, self.drawn)

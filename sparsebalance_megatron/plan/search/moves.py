@@ -22,14 +22,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from sparsebalance_megatron.plan.search.state import (
-    BLOCKS,
-    SEQUENCES,
-    TOKENS,
-    Numbers,
-    State,
-    below,
-)
+from sparsebalance_megatron.plan.search.state import BLOCKS, SEQUENCES, TOKENS, State
 
 
 class Kind(IntEnum):
@@ -112,7 +105,9 @@ class Drawing:
         weights_S: ms of every sample; a micro-batch is halved by them.
     """
 
-    def __init__(self, state: State, weights_S: np.ndarray, rules: Rules, numbers: Numbers) -> None:
+    def __init__(
+        self, state: State, weights_S: np.ndarray, rules: Rules, numbers: np.random.Philox
+    ) -> None:
         self._state, self._rules, self._numbers = state, rules, numbers
         self._by_weight_S = np.argsort(-weights_S, kind="stable")
         self._until = np.cumsum(_SHARES if rules.max_cp_size > 1 else _SHARES_ALONE)[:-1]
@@ -130,7 +125,8 @@ class Drawing:
         edges = np.searchsorted(pair_A[order_A], np.arange(len(groups_E2) + 1))
 
         pair_I = np.repeat(np.arange(len(groups_E2)), each)
-        kind_I, *numbers_4I = self._numbers.draw(5 * len(pair_I)).reshape(5, -1)
+        drawn_5I: np.ndarray = self._numbers.random_raw(5 * len(pair_I)).reshape(5, -1)
+        kind_I, *numbers_4I = drawn_5I
         kind_I = np.searchsorted(self._until, below(1 << 20, kind_I) / (1 << 20), side="right")
         first_I, count_I = edges[pair_I], np.diff(edges)[pair_I]
         a_I, b_I = (begins_A[first_I + below(count_I, numbers_I)] for numbers_I in numbers_4I[:2])
@@ -215,8 +211,8 @@ class Drawing:
         state, kind = self._state, Kind(int(moves.kind_I[move]))
         a, b, x, y = (int(of[move]) for of in (moves.a_I, moves.b_I, moves.x_I, moves.y_I))
         members = self._rules.group_ranks
-        if kind is Kind.POSITIONS and same_group(state, a, b, members):
-            first = a // state.positions // members * members
+        first, of_b = (of // state.positions // members * members for of in (a, b))
+        if kind is Kind.POSITIONS and first == of_b:
             state.exchange_positions(
                 slice(first, first + members), a % state.positions, b % state.positions
             )
@@ -239,6 +235,6 @@ class Drawing:
                 state.put(place, cp_size, moves.has_IYX[move, made], ms_IYF[move, made])
 
 
-def same_group(state: State, a: int, b: int, members: int) -> bool:
-    """Whether two places are of one rank group."""
-    return a // state.positions // members == b // state.positions // members
+def below(limit: np.ndarray | int, drawn: np.ndarray) -> np.ndarray:
+    """Drawn numbers as those from 0 to below the limit, int64."""
+    return np.asarray((drawn >> np.uint64(33)).astype(np.int64) % limit)

@@ -37,28 +37,26 @@ class Contents:
         self._chunk_of_X = np.append(costs.chunk_of_X[first_X], costs.chunk_of_X[own:])
         column_X = np.append(alike_X, len(first_X) + np.arange(costs.chunks))
         in_column = column_X == np.arange(len(self._chunk_of_X))[:, None]
-        work, exchange, sequence, dense, constant = (
+        work, dense, exchange, sequence, constant = (
             np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
             for values in (
-                *(work_2SX, costs.exchange_2SX, costs.sequence_2X, costs.dense_tokens_SX),
+                *(work_2SX, costs.dense_tokens_SX, costs.exchange_2X, costs.sequence_2X),
                 costs.constant_2X,
             )
         )
-        terms = [
-            values.transpose(1, 0, 2).reshape(samples, -1)
-            for values in (work - sequence[:, None], *((exchange,) if shared else ()))
-        ]
+        terms = [(work - sequence[:, None]).transpose(1, 0, 2).reshape(samples, -1)]
         self._work_terms = terms[0].shape[1]
-        if shared:
+        if shared and costs.heads_more_2W.any():
             terms.append(np.tile(dense, (1, 2)))
         counts_3S = [np.ones(samples), costs.lengths_tokens_S, costs.blocks_S]
         self.of_sample_SX = np.concatenate([*terms, np.stack(counts_3S, axis=1)], axis=1)
         self._constant, self._sequence = constant.reshape(-1), sequence.reshape(-1)
         self._share_W = costs.share_W
-        self._received_WF, self._heads_more_WF = (
+        received_WF, self._heads_more_WF = (
             np.repeat(values_2W.T, sequence.shape[1], axis=1)
             for values_2W in (costs.received_2W, costs.heads_more_2W)
         )
+        self._exchange_WF = received_WF * exchange.reshape(-1)
         self._costs = costs
 
     def ms(self, contents: np.ndarray, cp_size: np.ndarray, rank: np.ndarray) -> np.ndarray:
@@ -72,9 +70,10 @@ class Contents:
         share = self._share_W[cp_size][..., None]
         ms = contents[..., : self._work_terms] * share
         if cp_size.max(initial=1) > 1:
-            exchange, dense = np.split(contents[..., self._work_terms : SEQUENCES], 2, axis=-1)
-            ms += exchange * self._received_WF[cp_size]
-            ms += dense * self._heads_more_WF[cp_size]
+            ms += contents[..., TOKENS, None] * self._exchange_WF[cp_size]
+            dense = contents[..., self._work_terms : SEQUENCES]
+            if dense.size:
+                ms += dense * self._heads_more_WF[cp_size]
         ms += contents[..., SEQUENCES, None] * self._sequence
         ms += self._constant
         if self._costs.has_slow_devices:
@@ -148,24 +147,3 @@ class State:
         at_one_S, at_other_S = (moves_S & (position_S == place) for place in (one, other))
         self.place_S[at_one_S] += other - one
         self.place_S[at_other_S] += one - other
-
-
-class Numbers:
-    """A counter, mixed (splitmix64): the same numbers everywhere."""
-
-    def __init__(self) -> None:
-        self._drawn = 0
-
-    def draw(self, count: int) -> np.ndarray:
-        """So many, uint64."""
-        mixed = np.arange(self._drawn + 1, self._drawn + count + 1, dtype=np.uint64)
-        self._drawn += count
-        mixed *= np.uint64(0x9E3779B97F4A7C15)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-        return np.asarray(mixed ^ (mixed >> np.uint64(31)))
-
-
-def below(limit: np.ndarray | int, drawn: np.ndarray) -> np.ndarray:
-    """Drawn numbers as those from 0 to below the limit, int64."""
-    return np.asarray((drawn >> np.uint64(33)).astype(np.int64) % limit)

@@ -169,8 +169,8 @@ def test_cp_sizes_are_near_the_best_of_all():
 def obeys(case, where):
     """Whether every rank that shares a micro-batch has a block of it."""
     return all(
-        where.cp_size(rank, m) == 1
-        or case.costs.blocks_S[list(samples)].sum() >= where.cp_size(rank, m)
+        where.cp_sizes_RM[rank, m] == 1
+        or case.costs.blocks_S[list(samples)].sum() >= where.cp_sizes_RM[rank, m]
         for rank, micro_batches in enumerate(where.samples)
         for m, samples in enumerate(micro_batches)
         if samples
