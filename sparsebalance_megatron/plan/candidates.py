@@ -133,16 +133,20 @@ def best_candidate(problem: StepProblem) -> Candidate:
     try:
         equal = min(_of_equal_cp_size(problem.of_groups), key=_makespan_ms)
     except PlanError:
-        if not problem.plans_cp_sizes:
+        if not problem.plan_settings.plans_cp_sizes:
             raise
         # The cap may ask for micro-batches that more ranks share.
         equal = None
     whole = equal
-    if problem.plans_cp_sizes:
+    if problem.plan_settings.plans_cp_sizes:
         whole = _with_cp_sizes(problem, equal)
     assert whole is not None, "cp_sizes are planned where no equal ones are found"
     limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
-    cut = _in_segments(problem, equal, whole) if problem.plans_segments else []
+    cut = (
+        _in_segments(problem, equal, whole)
+        if problem.plan_settings.plans_segments(problem.job)
+        else []
+    )
     shorter = [each for each in cut if each.makespan_ms < limit_ms]
     return min(shorter or [whole], key=_makespan_ms)
 
@@ -378,7 +382,7 @@ def _in_segments(
         with contextlib.suppress(PlanError):
             starts = [Arrangement.of_placement(problem.balanced_by(problem.expected_2SX))]
     found = _cut(problem, starts, most_tokens)
-    if not problem.plans_cp_sizes or lockstep:
+    if not problem.plan_settings.plans_cp_sizes or lockstep:
         return found
     if found and _imbalance_of_ranks(found[0]) < _EQUAL_RANKS:
         # Sharing can gain little.

@@ -155,10 +155,12 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets, cp_sizes, segments and
     numbers of positions that are allowed."""
-    limit = problem.plan_settings.max_cp_size if problem.plans_cp_sizes else 1
-    if problem.plans_segments and (problem.job.lockstep_ranks == 1 or limit == 1):
+    limit = problem.plan_settings.max_cp_size if problem.plan_settings.plans_cp_sizes else 1
+    if problem.plan_settings.plans_segments(problem.job) and (
+        problem.job.lockstep_ranks == 1 or limit == 1
+    ):
         return segmented_bound_ms(problem, limit)
-    bounded = problem if problem.plans_cp_sizes else problem.of_groups
+    bounded = problem if problem.plan_settings.plans_cp_sizes else problem.of_groups
     if problem.plans_positions:
         # Every position costs something, and a bound of one position holds for any number.
         bounded = bounded.with_positions(1)
@@ -166,7 +168,11 @@ def _lower_bound_ms(problem: StepProblem) -> float:
     floor_2SX = costs.sample_ms(bounded.allowed.floor_LS)
     bound_ms = step_bounds(floor_2SX, costs, limit).bound_ms * float(costs.slowness_RP.min())
     # A step of lockstep groups runs in segments or with planned cp_sizes, not both.
-    return min(bound_ms, segmented_bound_ms(problem)) if problem.plans_segments else bound_ms
+    return (
+        min(bound_ms, segmented_bound_ms(problem))
+        if problem.plan_settings.plans_segments(problem.job)
+        else bound_ms
+    )
 
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:

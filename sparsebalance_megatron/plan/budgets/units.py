@@ -32,7 +32,6 @@ from sparsebalance_megatron.plan.budgets.price import (
 )
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.segments import PlacedSegments
 
@@ -82,8 +81,13 @@ def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.nda
     cp_sizes_EM = times.cp_sizes_RM
     ms_2YCQ = growth_JCQ[first_places(cp_sizes_EM)] * share_2C[:, None, :, None]
     ms_2YCQ += floor_2JC[..., None]
-    operation_cost = WAITING_COST if cp_sizes_EM.max() > 1 else 1
-    return _pipelines(times, ms_2YCQ, cp_sizes_EM, np.ones(rows, dtype=np.int64), operation_cost)
+    return Pipelines(
+        times=times,
+        ms_2YCQ=ms_2YCQ,
+        cp_sizes_EM=cp_sizes_EM,
+        segments_J=np.ones(rows, dtype=np.int64),
+        operation_cost=WAITING_COST if cp_sizes_EM.max() > 1 else 1,
+    )
 
 
 def _in_segments(problem: BudgetProblem, where: Arrangement, budgets_QLS: np.ndarray) -> Pipelines:
@@ -93,27 +97,12 @@ def _in_segments(problem: BudgetProblem, where: Arrangement, budgets_QLS: np.nda
     some_levels = np.array_split(budgets_QLS, problem.job.lockstep_ranks)
     ms_Q2UP = np.concatenate([placed.ms(some) for some in some_levels if len(some)])
     ms_2YPQ = np.ascontiguousarray(np.moveaxis(ms_Q2UP, 0, -1))
-    times, segments_J = placed.times(ms_2YPQ[..., 0]), np.concatenate(placed.segments_EM)
-    return _pipelines(times, ms_2YPQ, placed.cp_sizes_EM, segments_J, SEGMENT_COST)
-
-
-def _pipelines(
-    times: OperationTimes,
-    ms_2YCQ: np.ndarray,
-    cp_sizes_EM: np.ndarray,
-    segments_J: np.ndarray,
-    operation_cost: int,
-) -> Pipelines:
-    """Pipelines of lockstep groups, of which some share micro-batches of so many segments."""
-    unit_J = first_places(cp_sizes_EM)
     return Pipelines(
-        times=times,
-        ms_2YCQ=ms_2YCQ,
-        unit_Y=np.repeat(unit_J, segments_J),
-        first_Y=np.repeat(unit_J == np.arange(len(unit_J)), segments_J),
-        units_J=len(unit_J),
-        groups=len(cp_sizes_EM) // int(cp_sizes_EM.max()),
-        operation_cost=operation_cost,
+        times=placed.times(ms_2YPQ[..., 0]),
+        ms_2YCQ=ms_2YPQ,
+        cp_sizes_EM=placed.cp_sizes_EM,
+        segments_J=np.concatenate(placed.segments_EM),
+        operation_cost=SEGMENT_COST,
     )
 
 

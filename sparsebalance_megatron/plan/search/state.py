@@ -127,16 +127,6 @@ class State:
         self.cp_size_J[reached], self.has_JX[reached], self.ms_JF[reached] = cp_size, 0.0, ms_F
         self.has_JX[place] = has_X
 
-    def reorder(self, order_RM: np.ndarray) -> None:
-        """Let ranks run what they have in other orders; those that share have the same one."""
-        for name in ("cp_size_J", "has_JX", "ms_JF"):
-            values_J = getattr(self, name)
-            values_RMX = values_J.reshape(self.ranks, self.positions, -1)
-            ordered = np.take_along_axis(values_RMX, order_RM[..., None], axis=1)
-            setattr(self, name, ordered.reshape(values_J.shape))
-        rank_S, position_S = np.divmod(self.place_S, self.positions)
-        self.place_S = rank_S * self.positions + np.argsort(order_RM, axis=1)[rank_S, position_S]
-
     def exchange_positions(self, ranks: slice, one: int, other: int) -> None:
         """Let neighbouring ranks run what they have at two positions in each other's place."""
         for values_J in (self.cp_size_J, self.has_JX, self.ms_JF):
