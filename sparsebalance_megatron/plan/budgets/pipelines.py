@@ -22,7 +22,7 @@ class Pipelines:
         times: at level 0: a column for each rank, or one where micro-batches pass in segments and
             all ranks are pipelines side by side.
         ms_2YCQ: of every chunk's operation on every micro-batch or segment.
-        cp_sizes_EM: lockstep groups that share each micro-batch or row. In each of its chunks that
+        cp_sizes_RM: lockstep groups that share each micro-batch or row. In each of its chunks that
             is a unit, which its first group and others run at the same time.
         segments_J: of each.
         operation_cost: cost of an operation, for :class:`.SearchEffort`.
@@ -38,16 +38,16 @@ class Pipelines:
         *,
         times: OperationTimes,
         ms_2YCQ: np.ndarray,
-        cp_sizes_EM: np.ndarray,
+        cp_sizes_RM: np.ndarray,
         segments_J: np.ndarray,
         operation_cost: int,
     ) -> None:
         _, rows, chunks, levels = ms_2YCQ.shape
-        unit_J = first_places(cp_sizes_EM)
+        unit_J = first_places(cp_sizes_RM)
         unit_Y = np.repeat(unit_J, segments_J)
         first_Y = np.repeat(unit_J == np.arange(len(unit_J)), segments_J)
         self.times, self.ms_2YCQ, self.unit_Y, self.first_Y = times, ms_2YCQ, unit_Y, first_Y
-        self.groups = len(cp_sizes_EM) // int(cp_sizes_EM.max())
+        self.groups = len(cp_sizes_RM) // int(cp_sizes_RM.max())
         self.operation_cost = operation_cost
         self.levels, self.shape_JC = levels - 1, (len(unit_J), chunks)
         rises_YC = (ms_2YCQ[..., 0] < ms_2YCQ[..., -1]).any(axis=0)

@@ -12,8 +12,8 @@ one chunk of a row (the micro-batches of a group at one position), and its budge
    envelope of coverage over height gives every step from height to height a slope.
 3. A level takes the steps whose slopes are at least its price, as levels of micro-batches do.
 
-Shape legend: Q price levels, I heights, Z sizes (samples of as many blocks), W ranks of a group,
-X = E x M rows, Y segments of all ranks.
+Shape legend: Q price levels, I heights, Z sizes (samples of as many blocks), E lockstep
+groups of W ranks, X = E x M rows, Y segments of all ranks.
 """
 
 from collections.abc import Callable
@@ -78,15 +78,14 @@ def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.nda
     times = problem.micro_batch_ms(problem.allowed.floor_LS, where)
     floor_2JC = np.moveaxis(times.by_micro_batch_2RPVM, -1, 2).reshape(2, rows, chunks)
     share_2C = costs.pair_2C / np.maximum(costs.pair_ms_C, _LEAST_MS)
-    cp_sizes_EM = times.cp_sizes_RM
-    ms_2YCQ = growth_JCQ[first_places(cp_sizes_EM)] * share_2C[:, None, :, None]
+    ms_2YCQ = growth_JCQ[first_places(times.cp_sizes_RM)] * share_2C[:, None, :, None]
     ms_2YCQ += floor_2JC[..., None]
     return Pipelines(
         times=times,
         ms_2YCQ=ms_2YCQ,
-        cp_sizes_EM=cp_sizes_EM,
+        cp_sizes_RM=times.cp_sizes_RM,
         segments_J=np.ones(rows, dtype=np.int64),
-        operation_cost=WAITING_COST if cp_sizes_EM.max() > 1 else 1,
+        operation_cost=WAITING_COST if times.cp_sizes_RM.max() > 1 else 1,
     )
 
 
@@ -100,7 +99,7 @@ def _in_segments(problem: BudgetProblem, where: Arrangement, budgets_QLS: np.nda
     return Pipelines(
         times=placed.times(ms_2YPQ[..., 0]),
         ms_2YCQ=ms_2YPQ,
-        cp_sizes_EM=placed.cp_sizes_EM,
+        cp_sizes_RM=placed.cp_sizes_EM,
         segments_J=np.concatenate(placed.segments_EM),
         operation_cost=SEGMENT_COST,
     )

@@ -2,7 +2,7 @@
 """The state of a search: where every sample is, and how many ranks share each micro-batch.
 
 Shape legend: J = R x M places (rank and position), X contents or columns, F forward, then backward
-of every column, I levels of cp_size, E lockstep groups of W members.
+of every column, I levels of cp_size, E lockstep groups of W ranks, I pairs of them.
 """
 
 import numpy as np
