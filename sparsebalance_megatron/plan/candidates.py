@@ -142,11 +142,9 @@ def best_candidate(problem: StepProblem) -> Candidate:
         whole = _with_cp_sizes(problem, equal)
     assert whole is not None, "cp_sizes are planned where no equal ones are found"
     limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
-    cut = (
-        _in_segments(problem, equal, whole)
-        if problem.plan_settings.plans_segments(problem.job)
-        else []
-    )
+    cut = []
+    if problem.plan_settings.plans_segments(problem.job):
+        cut = _in_segments(problem, equal, whole)
     shorter = [each for each in cut if each.makespan_ms < limit_ms]
     return min(shorter or [whole], key=_makespan_ms)
 
