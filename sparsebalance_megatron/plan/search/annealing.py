@@ -37,7 +37,7 @@ from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.moves import Drawing, Kind, Moves, Rules
-from sparsebalance_megatron.plan.search.state import Contents, State
+from sparsebalance_megatron.plan.search.state import Contents, Numbers, State
 from sparsebalance_megatron.plan.search_effort import WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
@@ -98,8 +98,7 @@ class _Annealing:
         self.job, self.rules, self.effort = costs.job, rules, effort
         self.contents = Contents(costs, work_2SX, shared=rules.max_cp_size > 1)
         self.state = State(start, self.contents)
-        # The same numbers everywhere.
-        self.numbers = np.random.Philox(key=0)
+        self.numbers = Numbers()
         self.samples = work_2SX.shape[1]
         self.drawn = _DRAWN * rules.lockstep_ranks
         self.operation_cost = WAITING_COST if rules.max_cp_size > 1 else 1
@@ -186,7 +185,7 @@ class _Annealing:
         """Take the best of the moves drawn in every pair, where it is good enough."""
         self.effort.spend(_ROUND_OPERATIONS)
         pairs = max(1, self.groups // 2)
-        order_E = np.argsort(self.numbers.random_raw(self.groups))
+        order_E = np.argsort(self.numbers.draw(self.groups))
         # A single group is a pair with itself; of an odd number one waits for the next round.
         groups_E2 = order_E[np.arange(2 * pairs) % self.groups].reshape(pairs, 2)
         moves = self.drawing.draw(groups_E2, self.drawn)

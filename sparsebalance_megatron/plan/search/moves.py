@@ -22,7 +22,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from sparsebalance_megatron.plan.search.state import BLOCKS, SEQUENCES, TOKENS, State
+from sparsebalance_megatron.plan.search.state import BLOCKS, SEQUENCES, TOKENS, Numbers, State
 
 
 class Kind(IntEnum):
@@ -105,9 +105,7 @@ class Drawing:
         weights_S: ms of every sample; a micro-batch is halved by them.
     """
 
-    def __init__(
-        self, state: State, weights_S: np.ndarray, rules: Rules, numbers: np.random.Philox
-    ) -> None:
+    def __init__(self, state: State, weights_S: np.ndarray, rules: Rules, numbers: Numbers) -> None:
         self._state, self._rules, self._numbers = state, rules, numbers
         self._by_weight_S = np.argsort(-weights_S, kind="stable")
         self._until = np.cumsum(_SHARES if rules.max_cp_size > 1 else _SHARES_ALONE)[:-1]
@@ -125,8 +123,7 @@ class Drawing:
         edges = np.searchsorted(pair_A[order_A], np.arange(len(groups_E2) + 1))
 
         pair_I = np.repeat(np.arange(len(groups_E2)), each)
-        drawn_5I: np.ndarray = self._numbers.random_raw(5 * len(pair_I)).reshape(5, -1)
-        kind_I, *numbers_4I = drawn_5I
+        kind_I, *numbers_4I = self._numbers.draw(5 * len(pair_I)).reshape(5, -1)
         kind_I = np.searchsorted(self._until, below(1 << 20, kind_I) / (1 << 20), side="right")
         first_I, count_I = edges[pair_I], np.diff(edges)[pair_I]
         a_I, b_I = (begins_A[first_I + below(count_I, numbers_I)] for numbers_I in numbers_4I[:2])

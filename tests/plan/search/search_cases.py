@@ -13,7 +13,7 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import first_places, is_power_of_two
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.moves import Drawing, Moves, Rules
-from sparsebalance_megatron.plan.search.state import Contents, State
+from sparsebalance_megatron.plan.search.state import Contents, Numbers, State
 from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -119,7 +119,7 @@ class Walk:
 
     def __init__(self, case: Case, each: int = 8) -> None:
         self.case, self.each = case, each
-        self.state, self.numbers = State(case.start, case.contents), np.random.Philox(key=0)
+        self.state, self.numbers = State(case.start, case.contents), Numbers()
         self.drawing = Drawing(self.state, case.weights_S, case.rules, self.numbers)
 
     @property
@@ -130,7 +130,7 @@ class Walk:
         """Moves within all pairs of rank groups, and times of the micro-batches that they make."""
         groups = self.state.ranks // self.case.rules.max_cp_size
         pairs = max(1, groups // 2)
-        order_E = np.argsort(self.numbers.random_raw(groups))
+        order_E = np.argsort(self.numbers.draw(groups))
         groups_E2 = order_E[np.arange(2 * pairs) % groups].reshape(pairs, 2)
         moves = self.drawing.draw(groups_E2, self.each)
         rank_IY = moves.place_IY // self.state.positions

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from plan.search.search_cases import SEEDS, SHAPES, Walk, random_case
 
 from sparsebalance_megatron.plan.search.moves import Kind
-from sparsebalance_megatron.plan.search.state import State
+from sparsebalance_megatron.plan.search.state import Numbers, State
 
 
 @settings(max_examples=15)
@@ -98,3 +98,13 @@ def test_a_state_after_moves_is_that_of_its_arrangement(shape, seed):
         np.testing.assert_array_equal(state.size_J, anew.size_J)
         np.testing.assert_allclose(state.has_JX, anew.has_JX, rtol=1e-9, atol=1e-9)
         np.testing.assert_allclose(state.ms_JF, anew.ms_JF, rtol=1e-9)
+
+
+def test_numbers_are_splitmix64():
+    """The first ones of seed 0."""
+    numbers = Numbers()
+    assert [*numbers.draw(1).tolist(), *numbers.draw(2).tolist()] == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
