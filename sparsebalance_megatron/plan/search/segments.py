@@ -111,7 +111,7 @@ class SegmentSearch:
         while self._effort.left:
             slowest = _slowest(found)
             found[slowest.group] = self._shortest([self._moved(slowest)])[0]
-            if len(slowest.order[0][0]) == 1:
+            if max(map(len, self._groups)) == 1:
                 self._trade(found)
             if not rounded_ms(_slowest(found).ms) < rounded_ms(slowest.ms):
                 break
