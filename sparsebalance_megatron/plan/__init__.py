@@ -1,2 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans where, when and with which budget every sample runs. Imports no torch and no Megatron."""
+"""Plans steps: which rank runs which samples, in what order and pieces, under which budgets.
+
+::
+
+    planner                      starts -> search -> budgets -> what is expected
+      candidates                 starts, and the shortest of what searches make of them
+        search.annealing         places, orders, how many ranks share
+        search.segments          orders, cuts
+      budgets.policy             who would wait reads more
+      bounds                     what no plan ends before
+    step_costs, segments         ms of samples, micro-batches and pieces on ranks that share or wait
+    arrangement, context_groups  where samples are, who shares, who waits: a rank alone is a group
+    pipeline                     orders of operations, and when they end
+"""

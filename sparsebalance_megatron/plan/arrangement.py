@@ -74,7 +74,3 @@ class Arrangement:
     def is_cut(self) -> bool:
         """Whether a micro-batch has several segments."""
         return any(len(blocks) > 1 for of_rank in self.segment_starts_blocks for blocks in of_rank)
-
-    def cp_size(self, rank: int, position: int) -> int:
-        """Ranks of the micro-batch that a rank takes part in."""
-        return int(self.cp_sizes_RM[rank, position])

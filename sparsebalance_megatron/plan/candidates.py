@@ -25,9 +25,9 @@ import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.errors import PlanError
@@ -36,16 +36,12 @@ from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import tune
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import imbalance, rounded_ms
+from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.search.annealing import anneal
 from sparsebalance_megatron.plan.search.balance import arrival, balanced, packed_rows
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.search.segments import SegmentSearch
-from sparsebalance_megatron.plan.search_effort import (
-    SHARE_OF_STEP,
-    SHARE_OF_STEP_FOR_CP_SIZES,
-    SHARE_OF_STEP_FOR_PACKED,
-)
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 LEAST_GAIN = 0.99
@@ -64,8 +60,21 @@ _FULL_EFFORT_CP_SIZE = 8
 """Largest cp_size up to which every search for a larger one may take its whole effort."""
 _FALL_TO_ENDS = 0.85
 """How much lower than a row in the middle of the schedule one at its very end is, as a share."""
-_STOP_RATIO_TO_BOUND, _STOP_RATIO_WITH_CP_SIZES = 1.001, 1.005
-"""A search ends within this ratio of the lower bound."""
+
+
+class _Limit(NamedTuple):
+    """What a search may take, as a share of the step's time, during the step before; and within
+    which ratio of the lower bound it ends."""
+
+    share_of_step: float
+    ratio_to_bound: float
+
+
+_ONE_SAMPLE_EACH = _Limit(0.02, 1.001)
+_PACKED = _Limit(0.06, 1.001)
+"""Several samples a micro-batch: there are more placements to tell apart."""
+_WITH_CP_SIZES = _Limit(0.10, 1.005)
+"""Ranks that wait for one another are simulated together, few candidates at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,16 +133,18 @@ def best_candidate(problem: StepProblem) -> Candidate:
     try:
         equal = min(_of_equal_cp_size(problem.of_groups), key=_makespan_ms)
     except PlanError:
-        if not problem.plans_cp_sizes:
+        if not problem.plan_settings.plans_cp_sizes:
             raise
         # The cap may ask for micro-batches that more ranks share.
         equal = None
     whole = equal
-    if problem.plans_cp_sizes:
+    if problem.plan_settings.plans_cp_sizes:
         whole = _with_cp_sizes(problem, equal)
     assert whole is not None, "cp_sizes are planned where no equal ones are found"
     limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
-    cut = _in_segments(problem, equal, whole) if problem.plans_segments else []
+    cut = []
+    if problem.plan_settings.plans_segments(problem.job):
+        cut = _in_segments(problem, equal, whole)
     shorter = [each for each in cut if each.makespan_ms < limit_ms]
     return min(shorter or [whole], key=_makespan_ms)
 
@@ -204,9 +215,7 @@ def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Ca
     """What the search makes of a start, with a part of the effort that one search may take."""
     problem = start.problem
     job, packed = problem.job, len(problem.lengths_tokens) > problem.job.places
-    share, stop = SHARE_OF_STEP_FOR_PACKED if packed else SHARE_OF_STEP, _STOP_RATIO_TO_BOUND
-    if max_cp_size > 1:
-        share, stop = SHARE_OF_STEP_FOR_CP_SIZES, _STOP_RATIO_WITH_CP_SIZES
+    limit = _WITH_CP_SIZES if max_cp_size > 1 else _PACKED if packed else _ONE_SAMPLE_EACH
     found = anneal(
         start.arrangement,
         problem.costs,
@@ -216,28 +225,11 @@ def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Ca
             max_cp_size=max_cp_size,
             lockstep_ranks=job.lockstep_ranks,
         ),
-        plan_ms=effort * problem.search_ms(start.makespan_ms, share),
-        enough_ms=stop * _bound_ms(problem, max_cp_size),
+        plan_ms=effort * problem.search_ms(start.makespan_ms, limit.share_of_step),
+        enough_ms=limit.ratio_to_bound * _bound_ms(problem, max_cp_size),
         spends_all=problem.plan_settings.config.plan_ms is not None,
     )
-    candidate = Candidate.of(problem, found)
-    if job.lockstep_ranks == 1 or job.pipeline_stages > 1 or max_cp_size > 1:
-        return candidate
-    return min(Candidate.of(problem, _falling(problem, found)), candidate, key=_makespan_ms)
-
-
-def _falling(problem: StepProblem, where: Arrangement) -> Arrangement:
-    """Every rank's micro-batches in falling order of their times: so large ones of one member meet
-    large ones of the others. Without a pipeline no order of a lockstep group is shorter where
-    backward times rank as forward times do."""
-    ms_J = np.bincount(where.micro_batch_of_S, problem.expected_2SX.sum(axis=(0, 2)))
-    order_RM = np.argsort(-ms_J.reshape(where.cp_sizes_RM.shape), axis=1, kind="stable")
-    return Arrangement.of_placement(
-        tuple(
-            tuple(of_rank[position] for position in order_M)
-            for of_rank, order_M in zip(where.samples, order_RM, strict=True)
-        )
-    )
+    return Candidate.of(problem, found)
 
 
 def _bound_ms(problem: StepProblem, max_cp_size: int) -> float:
@@ -388,7 +380,7 @@ def _in_segments(
         with contextlib.suppress(PlanError):
             starts = [Arrangement.of_placement(problem.balanced_by(problem.expected_2SX))]
     found = _cut(problem, starts, most_tokens)
-    if not problem.plans_cp_sizes or lockstep:
+    if not problem.plan_settings.plans_cp_sizes or lockstep:
         return found
     if found and _imbalance_of_ranks(found[0]) < _EQUAL_RANKS:
         # Sharing can gain little.
@@ -432,10 +424,10 @@ def _imbalance_of_ranks(cut: Candidate) -> float:
 def _most_tokens(problem: StepProblem, where: Arrangement) -> int:
     """Tokens that 1F1B holds on the first stage of the fullest rank, in one piece; of a lockstep
     group, the fullest member counts at every position."""
-    lengths, job = problem.lengths_tokens, problem.job
-    tokens_J = np.bincount(where.micro_batch_of_S, lengths, job.places)
+    job = problem.job
+    tokens_J = np.bincount(where.micro_batch_of_S, problem.lengths_tokens, job.places)
     tokens_RM = tokens_J[first_places(where.cp_sizes_RM)].reshape(where.cp_sizes_RM.shape)
     tokens_RM = -(-tokens_RM // where.cp_sizes_RM)
     tokens_EM = tokens_RM.reshape(-1, job.lockstep_ranks, job.micro_batches).max(axis=1)
-    width = min(job.pipeline_stages, job.micro_batches)
-    return int(sliding_window_view(tokens_EM, width, axis=1).sum(axis=2).max())
+    stages = job.pipeline_stages
+    return max(most_tokens_in_flight(tokens_M[:, None], stages) for tokens_M in tokens_EM)

@@ -4,7 +4,7 @@
 A micro-batch of cp_size w begins at a multiple of w, so the cp_size of the micro-batch that every
 rank takes part in says which ranks share it.
 
-Shape legend: I items, X ranks, E groups of ranks that meet.
+Shape legend: I items, X ranks, E groups of ranks that meet, or lockstep groups.
 """
 
 import numpy as np

@@ -94,6 +94,12 @@ class Job:
         """Places of a rank and a position."""
         return self.data_parallel_size * self.micro_batches
 
+    @cached_property
+    def place_EMW(self) -> np.ndarray:
+        """[E, M, W] places ``rank * M + position`` of each lockstep group's ranks, by position."""
+        place_EWM = np.arange(self.places).reshape(-1, self.lockstep_ranks, self.micro_batches)
+        return place_EWM.swapaxes(1, 2)
+
     @property
     def micro_batches_multiple_of(self) -> int:
         """Divisor of the number of micro-batches: groups of the interleaved schedule are whole."""

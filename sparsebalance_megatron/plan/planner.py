@@ -5,7 +5,7 @@ The shortest of all :mod:`.candidates` has its budgets tuned (:mod:`.budgets`) a
 """
 
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise, starmap
 
 import numpy as np
 
@@ -93,36 +93,27 @@ def _micro_batches(
     """
     placed_LS = np.ascontiguousarray(tuned.budgets_LS[:, samples])
     placed_LS.flags.writeable = False
-    sizes = [len(held) for in_rank in arrangement.samples for held in in_rank if held]
-    firsts = np.cumsum([0, *sizes[:-1]])
+    places, firsts = np.unique(arrangement.micro_batch_of_S[samples], return_index=True)
     dense_ML = np.add.reduceat(tuned.dense_LS[:, samples], firsts, axis=1, dtype=np.int32).T
     dense_ML = np.ascontiguousarray(dense_ML)
     dense_ML.flags.writeable = False
+    starts = arrangement.segment_starts_blocks
     micro_batches: list[MicroBatchPlan] = []
-    first = 0
-    for rank, in_rank in enumerate(arrangement.samples):
-        for position, held in enumerate(in_rank):
-            if not held:
-                continue
-            micro_batch = tuple(samples[first : first + len(held)])
-            lengths_tokens = tuple(problem.lengths_tokens[sample] for sample in micro_batch)
-            micro_batches.append(
-                MicroBatchPlan(
-                    samples=micro_batch,
-                    lengths_tokens=lengths_tokens,
-                    budgets_LS=placed_LS[:, first : first + len(micro_batch)],
-                    rank=rank,
-                    position=position,
-                    cp_size=arrangement.cp_size(rank, position),
-                    segment_starts_blocks=(
-                        arrangement.segment_starts_blocks[rank][position]
-                        if arrangement.segment_starts_blocks
-                        else (0,)
-                    ),
-                    dense_documents_L=dense_ML[len(micro_batches)],
-                )
+    parts = starmap(slice, pairwise([*firsts.tolist(), len(samples)]))
+    for place, held, dense_L in zip(places.tolist(), parts, dense_ML, strict=True):
+        rank, position = divmod(place, problem.job.micro_batches)
+        micro_batches.append(
+            MicroBatchPlan(
+                samples=tuple(samples[held]),
+                lengths_tokens=tuple(problem.lengths_tokens[sample] for sample in samples[held]),
+                budgets_LS=placed_LS[:, held],
+                rank=rank,
+                position=position,
+                cp_size=int(arrangement.cp_sizes_RM[rank, position]),
+                segment_starts_blocks=starts[rank][position] if starts else (0,),
+                dense_documents_L=dense_L,
             )
-            first += len(micro_batch)
+        )
     return tuple(micro_batches)
 
 
@@ -164,10 +155,12 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets, cp_sizes, segments and
     numbers of positions that are allowed."""
-    limit = problem.plan_settings.max_cp_size if problem.plans_cp_sizes else 1
-    if problem.plans_segments and (problem.job.lockstep_ranks == 1 or limit == 1):
+    limit = problem.plan_settings.max_cp_size if problem.plan_settings.plans_cp_sizes else 1
+    if problem.plan_settings.plans_segments(problem.job) and (
+        problem.job.lockstep_ranks == 1 or limit == 1
+    ):
         return segmented_bound_ms(problem, limit)
-    bounded = problem if problem.plans_cp_sizes else problem.of_groups
+    bounded = problem if problem.plan_settings.plans_cp_sizes else problem.of_groups
     if problem.plans_positions:
         # Every position costs something, and a bound of one position holds for any number.
         bounded = bounded.with_positions(1)
@@ -175,7 +168,11 @@ def _lower_bound_ms(problem: StepProblem) -> float:
     floor_2SX = costs.sample_ms(bounded.allowed.floor_LS)
     bound_ms = step_bounds(floor_2SX, costs, limit).bound_ms * float(costs.slowness_RP.min())
     # A step of lockstep groups runs in segments or with planned cp_sizes, not both.
-    return min(bound_ms, segmented_bound_ms(problem)) if problem.plans_segments else bound_ms
+    return (
+        min(bound_ms, segmented_bound_ms(problem))
+        if problem.plan_settings.plans_segments(problem.job)
+        else bound_ms
+    )
 
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:

@@ -5,25 +5,6 @@ OPERATIONS_PER_MS = 80_000
 """Forwards and backwards of one chunk and micro-batch that numpy simulates in a ms on one core of a
 2020s server CPU. A constant, not a measurement: ranks must agree on it to the last bit."""
 
-SHARE_OF_STEP = 0.02
-"""Share of a step's time that searching its placement may take, during the step before."""
-
-SHARE_OF_STEP_FOR_PACKED = 0.06
-"""Share where micro-batches hold several samples: there are more placements to tell apart."""
-
-SHARE_OF_STEP_FOR_CP_SIZES = 0.10
-"""Share of a step's time that search may take where cp_sizes are searched as well: ranks that wait
-for one another are simulated together, few candidates at a time."""
-
-SHARE_OF_STEP_FOR_FILLING = 0.05
-"""Share of a step's time that filling ranks with attention may take."""
-
-SHARE_OF_STEP_FOR_FILLING_SEGMENTS = 0.15
-"""Share where micro-batches pass in segments: more price levels are more coverage there."""
-
-SHARE_OF_STEP_FOR_SEGMENTS = 0.03
-"""Share of a step's time that searching cuts may take."""
-
 SEGMENT_COST = 16
 """Cost of a simulated operation of a segment over one of a micro-batch: it is cut, too, and
 candidates differ in their operations."""

@@ -11,9 +11,9 @@ other, one micro-batch. The ranks of a group begin every layer of a segment toge
 takes the sum over layers of its slowest member, and the group is one pipeline. Groups that share
 micro-batches are pipelines that begin shared operations together.
 
-Shape legend: Q levels of budgets, R data-parallel ranks, C = P chunks, W members of a row, U
-segments of a member or of all, I samples of all micro-batches, E pieces (parts of samples), Y
-prefixes, X places or columns: L layers, then C embeddings and heads, then C experts.
+Shape legend: Q levels of budgets, E lockstep groups of W ranks, J = E x M rows, U segments, I
+samples of all micro-batches, A pieces (parts of samples), Y prefixes, X columns, or places where
+samples may be cut.
 """
 
 from collections.abc import Iterable, Sequence
@@ -133,8 +133,8 @@ def _row_ms(
     budgets_LS: np.ndarray,
     rows: Sequence[Row],
     starts: Sequence[tuple[Starts, ...]],
-    first_rank_X: np.ndarray,
-    cp_size_X: np.ndarray,
+    first_rank_J: np.ndarray,
+    cp_size_J: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ms [..., 2, U, W, X] of the segments of rows on every member, of an average device, at
     budgets [..., L, S], how slow the devices are, and the tokens [U, W] of each rank.
@@ -144,13 +144,13 @@ def _row_ms(
     """
     members = costs.job.lockstep_ranks
     micro_batches, starts_M = list(chain.from_iterable(rows)), list(chain.from_iterable(starts))
-    cp_size_M = np.repeat(cp_size_X, members)
+    cp_size_M = np.repeat(cp_size_J, members)
     ms, tokens_U = _pieces(costs, budgets_LS, micro_batches, starts_M, cp_size_M)
     ms += costs.segment_constant_2X[:, None]
     segments_M = np.array(list(map(len, starts_M)))
     first_M = np.cumsum(segments_M) - segments_M
     cp_size_U = np.repeat(cp_size_M, segments_M)
-    if cp_size_X.max() > 1:
+    if cp_size_J.max() > 1:
         dense_MX = np.array([costs.dense_tokens_SX[list(of)].sum(0) for of in micro_batches])
         more_2M = costs.heads_more_2W[:, cp_size_M] * (segments_M == 1)
         ms += np.repeat(dense_MX * more_2M[..., None], segments_M, axis=1)
@@ -161,13 +161,13 @@ def _row_ms(
         received_2U = so_far_U * np.repeat(share_2M, segments_M, axis=1)
         ms += received_2U[..., None] * costs.exchange_2X[:, None]
     # From member by member to segment by segment.
-    segments_X = segments_M[::members]
-    of_row_U = np.arange(segments_X.sum()) - np.repeat(
-        np.cumsum(segments_X) - segments_X, segments_X
+    segments_J = segments_M[::members]
+    of_row_U = np.arange(segments_J.sum()) - np.repeat(
+        np.cumsum(segments_J) - segments_J, segments_J
     )
     member_W = np.arange(members)
-    order_UW = np.repeat(first_M.reshape(-1, members), segments_X, axis=0) + of_row_U[:, None]
-    rank_UW = np.repeat(first_rank_X, segments_X)[:, None] + member_W
+    order_UW = np.repeat(first_M.reshape(-1, members), segments_J, axis=0) + of_row_U[:, None]
+    rank_UW = np.repeat(first_rank_J, segments_J)[:, None] + member_W
     slowness_UWX = costs.slowness(cp_size_U[order_UW], rank_UW, costs.chunk_of_X)
     return ms[..., order_UW, :], slowness_UWX, -(-tokens_U // cp_size_U)[order_UW]
 
@@ -195,57 +195,57 @@ def _pieces(
     segments_M = np.fromiter(map(len, starts), dtype=np.int64)
     start_U = np.fromiter(chain.from_iterable(starts), dtype=np.int64)
     start_U += np.repeat(start_I[first_I], segments_M)
-    start_E = np.union1d(start_I, start_U)
-    place_E = np.searchsorted(start_I, start_E, side="right") - 1
-    bounds_2E = np.stack([start_E, np.append(start_E[1:], start_I[-1] + blocks_I[-1])])
-    tokens_2E, ms = _prefix(costs, budgets_LS, sample_I[place_E], bounds_2E - start_I[place_E])
-    piece_U = np.searchsorted(start_E, start_U)
+    start_A = np.union1d(start_I, start_U)
+    place_A = np.searchsorted(start_I, start_A, side="right") - 1
+    bounds_2A = np.stack([start_A, np.append(start_A[1:], start_I[-1] + blocks_I[-1])])
+    tokens_2A, ms = _prefix(costs, budgets_LS, sample_I[place_A], bounds_2A - start_I[place_A])
+    piece_U = np.searchsorted(start_A, start_U)
     work = np.add.reduceat(ms[..., 1, :, :] - ms[..., 0, :, :], piece_U, axis=-2)
     slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0) * costs.share_W[cp_size_M]
     work *= np.repeat(slowness_M, segments_M)[:, None]
-    pieces_U1 = np.diff(piece_U, append=len(start_E))[:, None]
+    pieces_U1 = np.diff(piece_U, append=len(start_A))[:, None]
     work += pieces_U1 * costs.sparse_2XF[:, None, :, SEQUENCES]
-    return work, np.add.reduceat(tokens_2E[1] - tokens_2E[0], piece_U)
+    return work, np.add.reduceat(tokens_2A[1] - tokens_2A[0], piece_U)
 
 
 def _prefix(
-    costs: StepCosts, budgets_LS: np.ndarray, sample_E: np.ndarray, blocks_YE: np.ndarray
+    costs: StepCosts, budgets_LS: np.ndarray, sample_A: np.ndarray, blocks_YA: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [Y, E] of the first blocks of samples and, at budgets [..., L, S], their ms
-    [..., 2, Y, E, X], in one piece.
+    """Tokens [Y, A] of the first blocks of samples and, at budgets [..., L, S], their ms
+    [..., 2, Y, A, X], in one piece.
 
     What a micro-batch and a sequence cost whatever their length is not in it.
     """
-    tokens_YE = np.minimum(blocks_YE * costs.block_size, costs.lengths_tokens_S[sample_E])
-    length_YE = tokens_YE / costs.block_size
+    tokens_YA = np.minimum(blocks_YA * costs.block_size, costs.lengths_tokens_S[sample_A])
+    length_YA = tokens_YA / costs.block_size
     in_column_XL = costs.column_of_L == np.arange(len(costs.chunk_of_X))[:, None]
     levels, columns_X = budgets_LS.shape[:-2], len(in_column_XL)
     budgets_QLS = budgets_LS.reshape(-1, *budgets_LS.shape[-2:])
-    pairs_QXYE = np.empty((len(budgets_QLS), columns_X, *length_YE.shape))
-    at_once = max(1, _PAIRS_AT_ONCE * columns_X // (costs.job.layers * length_YE.size))
+    pairs_QXYA = np.empty((len(budgets_QLS), columns_X, *length_YA.shape))
+    at_once = max(1, _PAIRS_AT_ONCE * columns_X // (costs.job.layers * length_YA.size))
     for first in range(0, len(budgets_QLS), at_once):
         some = slice(first, first + at_once)
         for column, layers_L in enumerate(in_column_XL):
-            budgets_QL1E = budgets_QLS[some][:, layers_L][..., None, sample_E]
-            pairs_QLYE = costs.work.attended_pairs(length_YE, budgets_QL1E)
-            dense_L1E = costs.dense_LS[layers_L][:, None, sample_E]
-            pairs_QXYE[some, column] = np.where(dense_L1E, 0.0, pairs_QLYE).sum(axis=1)
-    pairs_XYE = pairs_QXYE.reshape(*levels, columns_X, *length_YE.shape)
-    visible_YE = costs.work.visible_pairs(length_YE)
-    dense_EX = costs.dense_SX[sample_E]
+            budgets_QL1A = budgets_QLS[some][:, layers_L][..., None, sample_A]
+            pairs_QLYA = costs.work.attended_pairs(length_YA, budgets_QL1A)
+            dense_L1A = costs.dense_LS[layers_L][:, None, sample_A]
+            pairs_QXYA[some, column] = np.where(dense_L1A, 0.0, pairs_QLYA).sum(axis=1)
+    pairs_XYA = pairs_QXYA.reshape(*levels, columns_X, *length_YA.shape)
+    visible_YA = costs.work.visible_pairs(length_YA)
+    dense_AX = costs.dense_SX[sample_A]
 
-    def ms_2EX(feature: int, sparse: float = 1.0) -> np.ndarray:
+    def ms_2AX(feature: int, sparse: float = 1.0) -> np.ndarray:
         sparse_21X, denser_21X = (
             x[:, None, :, feature] for x in (costs.sparse_2XF, costs.denser_2XF)
         )
-        return np.asarray(sparse * sparse_21X + dense_EX * denser_21X)
+        return np.asarray(sparse * sparse_21X + dense_AX * denser_21X)
 
-    return tokens_YE, (
-        tokens_YE[..., None] * ms_2EX(TOKENS)[:, None]
-        + visible_YE[..., None] * ms_2EX(VISIBLE)[:, None]
+    return tokens_YA, (
+        tokens_YA[..., None] * ms_2AX(TOKENS)[:, None]
+        + visible_YA[..., None] * ms_2AX(VISIBLE)[:, None]
         # What a piece costs whatever its length is added for each.
-        + (tokens_YE > 0)[..., None] * ms_2EX(SEQUENCES, sparse=0.0)[:, None]
-        + np.moveaxis(pairs_XYE, -3, -1)[..., None, :, :, :] * costs.pair_2X[:, None, None]
+        + (tokens_YA > 0)[..., None] * ms_2AX(SEQUENCES, sparse=0.0)[:, None]
+        + np.moveaxis(pairs_XYA, -3, -1)[..., None, :, :, :] * costs.pair_2X[:, None, None]
     )
 
 

@@ -6,7 +6,8 @@ and only the block pairs depend on budgets. Everything the planner optimises is 
 terms. Sums run in a fixed order and not through BLAS, whose rounding differs between processors:
 ranks must agree to the last bit.
 
-Shape legend: F features, W ranks of a group, X columns.
+Shape legend: F features, E lockstep groups, W their ranks, or numbers of ranks that share, X
+columns, I levels of cp_size.
 """
 
 from collections.abc import Sequence
@@ -136,11 +137,6 @@ class StepCosts:
     def exchange_2X(self) -> np.ndarray:
         """Ms of receiving the keys and values of a token."""
         return self.exchange_2[:, None] * self._layers_X
-
-    @cached_property
-    def exchange_2SX(self) -> np.ndarray:
-        """Ms of receiving all of a sample's keys and values."""
-        return self.exchange_2X[:, None] * self.lengths_tokens_S[:, None]
 
     @cached_property
     def dense_SX(self) -> np.ndarray:
@@ -289,7 +285,8 @@ class StepCosts:
         received_2S1 = self.received_2W[:, cp_size_S, None]
         whole_21X = self.sequence_2X[:, None]
         shared_2SX = whole_21X + (sample_2SX - whole_21X) * share_S1
-        on_each_2SX = shared_2SX + self.exchange_2SX * received_2S1
+        exchange_2SX = self.exchange_2X[:, None] * self.lengths_tokens_S[:, None]
+        on_each_2SX = shared_2SX + exchange_2SX * received_2S1
         if self.heads_more_2W.any():
             more_2S1 = self.heads_more_2W[:, cp_size_S, None]
             on_each_2SX = on_each_2SX + self.dense_tokens_SX * more_2S1
@@ -356,9 +353,8 @@ class StepCosts:
         ms_2JX = np.tile(self.constant_2X[:, None], (1, job.places, 1))
         for ms_JX, sample_SX in zip(ms_2JX, sample_2SX, strict=True):
             np.add.at(ms_JX, where.micro_batch_of_S, sample_SX)
-        place_EMW = np.arange(job.places).reshape(-1, job.lockstep_ranks, job.micro_batches)
-        place_EMW = place_EMW.swapaxes(1, 2)
-        first_EMW, cp_size_EMW = first_J[place_EMW], where.cp_sizes_RM.reshape(-1)[place_EMW]
+        first_EMW = first_J[job.place_EMW]
+        cp_size_EMW = where.cp_sizes_RM.reshape(-1)[job.place_EMW]
         slowness = self.slowness(cp_size_EMW, first_EMW // job.micro_batches, self.chunk_of_X)
         return ms_2JX[:, first_EMW], slowness
 

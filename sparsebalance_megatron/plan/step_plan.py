@@ -205,8 +205,7 @@ class StepPlan:
                 f"step {self.step}, rank {rank}, micro-batch {position}: in "
                 f"{covered_RM[rank, position]} micro-batches, must be in exactly 1"
             )
-        groups = batched(self._schedules, job.lockstep_ranks) if job.lockstep_ranks > 1 else ()
-        for group in groups:
+        for group in batched(self._schedules, job.lockstep_ranks):
             if any(of_rank != group[0] for of_rank in group):
                 raise PlanError(
                     f"step {self.step}: ranks of a lockstep group have "

@@ -113,16 +113,6 @@ class StepProblem(BudgetProblem):
         return self.plan_settings.max_tokens_per_micro_batch * shared
 
     @property
-    def plans_cp_sizes(self) -> bool:
-        """Whether micro-batches may differ in cp_size."""
-        return self.plan_settings.plans_cp_sizes
-
-    @property
-    def plans_segments(self) -> bool:
-        """Whether micro-batches may pass the pipeline in segments."""
-        return self.plan_settings.plans_segments(self.job)
-
-    @property
     def plans_positions(self) -> bool:
         """Whether this step may have fewer positions than the job."""
         return self.inputs.placement is None and self.plan_settings.plans_positions(self.job)

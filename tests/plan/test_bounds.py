@@ -135,7 +135,7 @@ def test_long_samples_lie_at_the_cp_size_that_hurts_least():
     costs = costs_without_constants(job_shape(4, 8, 4), 16)
     costs = replace(costs, exchange=Exchange(loss=0.0))
     bounds = step_bounds(sample_2SX, costs, 4)
-    received = costs.exchange_2SX.max()
+    received = (costs.exchange_2X * costs.lengths_tokens_S.max()).max()
     assert bounds.long_ms == pytest.approx(81.0 / 4, abs=20 * received + 1e-4)
 
 

@@ -49,17 +49,6 @@ def test_plans_of_groups_are_no_longer_than_the_order_of_arrival(shape, seed, lo
         assert len(set(ranks)) == 1
 
 
-@pytest.mark.parametrize(("shape", "cp_size"), [((4, 6, 1, 1), 1), ((8, 4, 1, 1), 2)])
-def test_without_a_pipeline_every_rank_runs_its_longest_micro_batch_first(shape, cp_size):
-    for seed in range(5):
-        given_ = arguments(shape, seed, 4, max_cp_size=cp_size)
-        given_["job"] = replace(given_["job"], context_parallel_size=cp_size)
-        plan = planned(**given_)
-        assert {micro_batch.cp_size for micro_batch in plan.micro_batches} == {cp_size}
-        ms_RM = plan.expectation.times_2RPVM.sum(axis=(0, 2, 3))
-        assert (np.diff(ms_RM) <= 0).all()
-
-
 def test_an_order_that_was_asked_for_or_given_stays():
     for batching in ("arrival", "length", "latency"):
         plans = [

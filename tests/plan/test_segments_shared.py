@@ -184,7 +184,7 @@ def test_every_segment_receives_the_keys_so_far(segments, cp_size):
     )
     beside_2P = segments * (costs.constant_2C + costs.sequence_2X)
     so_far = np.cumsum(alone.tokens_U).sum() / lengths[0] * costs.received_W[cp_size]
-    exchanged_2P = costs.exchange_2SX[:, 0] * so_far
+    exchanged_2P = costs.exchange_2X * lengths[0] * so_far
     alone_2P, found_2P = (each.ms_2UP.sum(axis=1) for each in (alone, cut))
     expected_2P = beside_2P + (alone_2P - beside_2P) * costs.share_W[cp_size] + exchanged_2P
     np.testing.assert_allclose(found_2P, expected_2P, rtol=1e-9)

@@ -9,8 +9,8 @@ itself, in rounds:
 1. *Rise.* The units of the rank group rise together, by as many levels as its makespan allows.
 2. *Stop.* A unit stops whose next level does not fit: the longest chain of operations through it
    would end after the step.
-3. *Give way.* Where the units could not rise together though each of them could alone, the more
-   expensive half stops of those that all of them together might delay.
+3. *Give way.* Where the units could not rise together though each of them could alone, those stop
+   that all of them together might delay.
 
 So every round lifts or stops a unit. Without a pipeline this is greedy by slope. A filling ends
 early, at levels that fit, where its effort is spent.
@@ -110,17 +110,5 @@ class Filling:
         fits_IU = through_IU + added_IU <= limit_ms
         together_I1 = np.where(rising_IU, added_IU, 0.0).sum(axis=1, keepdims=True)
         stuck_I = ~rose_I & (fits_IU | ~rising_IU).all(axis=1)
-        in_the_way_IU = rising_IU & (through_IU + together_I1 > limit_ms) & stuck_I[:, None]
-        going_IU = rising_IU & fits_IU
-        ways_I = np.flatnonzero(in_the_way_IU.any(axis=1))
-        going_IU[ways_I] &= ~_larger_half(added_IU[ways_I], in_the_way_IU[ways_I])
-        return going_IU
-
-
-def _larger_half(values_IU: np.ndarray, among_IU: np.ndarray) -> np.ndarray:
-    """The larger half of each row's marked entries, rounded up."""
-    order_IU = np.argsort(np.where(among_IU, -values_IU, np.inf), axis=1, kind="stable")
-    count_I1 = (among_IU.sum(axis=1, keepdims=True) + 1) // 2
-    chosen_IU = np.zeros_like(among_IU)
-    np.put_along_axis(chosen_IU, order_IU, np.arange(values_IU.shape[1]) < count_I1, axis=1)
-    return chosen_IU
+        in_the_way_IU = stuck_I[:, None] & (through_IU + together_I1 > limit_ms)
+        return rising_IU & fits_IU & ~in_the_way_IU

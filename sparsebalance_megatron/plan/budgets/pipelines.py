@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms, operations_through_ms
 
@@ -21,11 +22,9 @@ class Pipelines:
         times: at level 0: a column for each rank, or one where micro-batches pass in segments and
             all ranks are pipelines side by side.
         ms_2YCQ: of every chunk's operation on every micro-batch or segment.
-        unit_Y: the micro-batch or row that each of them belongs to. In each of its chunks that is a
-            unit.
-        first_Y: whether the unit's first rank runs it: others run it at the same time.
-        units_J: of how many micro-batches or rows there are units.
-        groups: rank groups, of neighbouring ranks.
+        cp_sizes_RM: lockstep groups that share each micro-batch or row. In each of its chunks that
+            is a unit, which its first group and others run at the same time.
+        segments_J: of each.
         operation_cost: cost of an operation, for :class:`.SearchEffort`.
 
     Attributes:
@@ -39,20 +38,22 @@ class Pipelines:
         *,
         times: OperationTimes,
         ms_2YCQ: np.ndarray,
-        unit_Y: np.ndarray,
-        first_Y: np.ndarray,
-        units_J: int,
-        groups: int,
+        cp_sizes_RM: np.ndarray,
+        segments_J: np.ndarray,
         operation_cost: int,
     ) -> None:
         _, rows, chunks, levels = ms_2YCQ.shape
+        unit_J = first_places(cp_sizes_RM)
+        unit_Y = np.repeat(unit_J, segments_J)
+        first_Y = np.repeat(unit_J == np.arange(len(unit_J)), segments_J)
         self.times, self.ms_2YCQ, self.unit_Y, self.first_Y = times, ms_2YCQ, unit_Y, first_Y
-        self.groups, self.operation_cost = groups, operation_cost
-        self.levels, self.shape_JC = levels - 1, (units_J, chunks)
+        self.groups = len(cp_sizes_RM) // int(cp_sizes_RM.max())
+        self.operation_cost = operation_cost
+        self.levels, self.shape_JC = levels - 1, (len(unit_J), chunks)
         rises_YC = (ms_2YCQ[..., 0] < ms_2YCQ[..., -1]).any(axis=0)
         rises_JC = np.zeros(self.shape_JC, dtype=bool)
         np.logical_or.at(rises_JC, unit_Y[first_Y], rises_YC[first_Y])
-        self.rises_EU = rises_JC.reshape(groups, -1)
+        self.rises_EU = rises_JC.reshape(self.groups, -1)
         self._side_by_side = times.graph.last_PR.shape[1] > 1
         # Of every operation of one direction: its unit, and where its times begin in the table.
         unit_YC = unit_Y[:, None] * chunks + np.arange(chunks)

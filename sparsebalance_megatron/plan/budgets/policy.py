@@ -25,14 +25,14 @@ from sparsebalance_megatron.plan.budgets.problem import (
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline.operation_times import rounded_ms
-from sparsebalance_megatron.plan.search_effort import (
-    SHARE_OF_STEP_FOR_FILLING,
-    SHARE_OF_STEP_FOR_FILLING_SEGMENTS,
-    SearchEffort,
-)
+from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import StepCosts
 from sparsebalance_megatron.selector_registry import POLICIES
+
+SHARE_OF_STEP_FOR_FILLING, SHARE_OF_STEP_FOR_FILLING_SEGMENTS = 0.05, 0.15
+"""Share of a step's time that filling ranks with attention may take; where micro-batches pass in
+segments, more price levels are more coverage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +131,8 @@ class RaisePolicy(BudgetPolicy):
         if (base_LS == problem.allowed.top_LS).all():
             return base_LS
         limit_ms = float(problem.makespans_ms(base_LS, where).max()) * ROUNDING
-        share = SHARE_OF_STEP_FOR_FILLING
-        if where.segment_starts_blocks:
-            share = SHARE_OF_STEP_FOR_FILLING_SEGMENTS
+        cut = where.segment_starts_blocks
+        share = SHARE_OF_STEP_FOR_FILLING_SEGMENTS if cut else SHARE_OF_STEP_FOR_FILLING
         effort = SearchEffort(share * rounded_ms(limit_ms))
         pipelines, budgets_of = units_of(problem, where, effort)
         raised_LS = budgets_of(Filling(pipelines=pipelines, effort=effort).levels_JC(limit_ms))

@@ -12,8 +12,8 @@ one chunk of a row (the micro-batches of a group at one position), and its budge
    envelope of coverage over height gives every step from height to height a slope.
 3. A level takes the steps whose slopes are at least its price, as levels of micro-batches do.
 
-Shape legend: Q price levels, I heights, Z sizes (samples of as many blocks), W ranks of a group,
-X = E x M rows, Y segments of all ranks.
+Shape legend: Q price levels, I heights, Z sizes (samples of as many blocks), E lockstep
+groups of W ranks, X = E x M rows, Y segments of all ranks.
 """
 
 from collections.abc import Callable
@@ -78,37 +78,29 @@ def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.nda
     times = problem.micro_batch_ms(problem.allowed.floor_LS, where)
     floor_2JC = np.moveaxis(times.by_micro_batch_2RPVM, -1, 2).reshape(2, rows, chunks)
     share_2C = costs.pair_2C / np.maximum(costs.pair_ms_C, _LEAST_MS)
-    unit_J = first_places(times.cp_sizes_RM)
-    ranks = int(times.cp_sizes_RM.max())
-    growth_YCQ = growth_JCQ if ranks == 1 else growth_JCQ[unit_J]
-    ms_2YCQ = growth_YCQ * share_2C[:, None, :, None]
+    ms_2YCQ = growth_JCQ[first_places(times.cp_sizes_RM)] * share_2C[:, None, :, None]
     ms_2YCQ += floor_2JC[..., None]
     return Pipelines(
         times=times,
         ms_2YCQ=ms_2YCQ,
-        unit_Y=unit_J,
-        first_Y=unit_J == np.arange(rows),
-        units_J=rows,
-        groups=len(times.cp_sizes_RM) // ranks,
-        operation_cost=WAITING_COST if ranks > 1 else 1,
+        cp_sizes_RM=times.cp_sizes_RM,
+        segments_J=np.ones(rows, dtype=np.int64),
+        operation_cost=WAITING_COST if times.cp_sizes_RM.max() > 1 else 1,
     )
 
 
 def _in_segments(problem: BudgetProblem, where: Arrangement, budgets_QLS: np.ndarray) -> Pipelines:
     """Pipelines in segments, from the budgets with all units at one level."""
-    costs, placed = problem.costs, PlacedSegments(problem.costs, where)
+    placed = PlacedSegments(problem.costs, where)
     # Of layers' columns and many members, a few levels at a time.
-    some_levels = np.array_split(budgets_QLS, costs.job.lockstep_ranks)
+    some_levels = np.array_split(budgets_QLS, problem.job.lockstep_ranks)
     ms_Q2UP = np.concatenate([placed.ms(some) for some in some_levels if len(some)])
     ms_2YPQ = np.ascontiguousarray(np.moveaxis(ms_Q2UP, 0, -1))
-    unit_J, segments_J = first_places(placed.cp_sizes_EM), np.concatenate(placed.segments_EM)
     return Pipelines(
         times=placed.times(ms_2YPQ[..., 0]),
         ms_2YCQ=ms_2YPQ,
-        unit_Y=np.repeat(unit_J, segments_J),
-        first_Y=np.repeat(unit_J == np.arange(len(unit_J)), segments_J),
-        units_J=len(unit_J),
-        groups=len(placed.cp_sizes_EM) // int(placed.cp_sizes_EM.max()),
+        cp_sizes_RM=placed.cp_sizes_EM,
+        segments_J=np.concatenate(placed.segments_EM),
         operation_cost=SEGMENT_COST,
     )
 
@@ -133,21 +125,16 @@ def _rows(
     """Ms that levels add to every chunk of rows, on each rank of a group, and budgets."""
     costs, job, place_S = problem.costs, problem.costs.job, where.micro_batch_of_S
     layer_L1 = np.arange(job.layers)[:, None]
-    share_S = costs.share_W[where.cp_size_S]
+    place_XW = job.place_EMW.reshape(-1, job.lockstep_ranks)
 
     def by_row_XLWQ(values_JLQ: np.ndarray) -> np.ndarray:
-        of_groups = values_JLQ.reshape(
-            -1, job.lockstep_ranks, job.micro_batches, job.layers, levels
-        )
-        of_rows = np.ascontiguousarray(of_groups.transpose(0, 2, 3, 1, 4))
-        return of_rows.reshape(-1, *of_rows.shape[2:])
+        return np.ascontiguousarray(values_JLQ[place_XW].swapaxes(1, 2))
 
     member_levels = np.arange(LEVELS + 1)[_MEMBER_LEVELS]
-    levels = len(member_levels)
     floor_2SX = costs.at_cp_size(costs.sample_ms(problem.allowed.floor_LS), where.cp_size_S)
     floor_SL = floor_2SX[..., : job.layers].sum(axis=0)
     every_L = np.eye(job.layers, dtype=bool)
-    pair_ms_SL = share_S[:, None] * costs.pair_ms_L
+    pair_ms_SL = costs.share_W[where.cp_size_S][:, None] * costs.pair_ms_L
     ms_JLQ = _growth_JXQ(problem, ladder, place_S, every_L, pair_ms_SL, _MEMBER_LEVELS)
     ms_JLQ += _sums_J(floor_SL, place_S, job.places)[..., None]
     slowness_RL = costs.slowness_RP[:, costs.chunk_of_layer_L // job.virtual_stages]
@@ -181,9 +168,7 @@ def _rows(
     for layer, chunk in enumerate(costs.chunk_of_layer_L.tolist()):
         growth_XCQ[:, chunk] += ms_XLQ[:, layer] - ms_XLQ[:, layer, :1]
 
-    rank_S, position_S = np.divmod(place_S, job.micro_batches)
-    group_S, member_S = np.divmod(rank_S, job.lockstep_ranks)
-    row_S = group_S * job.micro_batches + position_S
+    row_S, member_S = np.divmod(np.argsort(place_XW.reshape(-1))[place_S], job.lockstep_ranks)
 
     def budgets_LS(level_XC: np.ndarray) -> np.ndarray:
         level_LS = level_XC[row_S][:, costs.chunk_of_layer_L].T

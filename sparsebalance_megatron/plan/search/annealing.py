@@ -34,7 +34,6 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import unshared
-from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.moves import Drawing, Kind, Moves, Rules
@@ -83,10 +82,7 @@ def anneal(
         enough_ms: a step that takes so long or less ends the search.
         spends_all: enough moves do not end the search.
     """
-    contents = Contents(costs, work_2SX, shared=rules.max_cp_size > 1)
-    weights_S = work_2SX.sum(axis=(0, 2))
-    effort = SearchEffort(plan_ms)
-    annealing = _Annealing(start, costs.job, contents, weights_S, rules, effort)
+    annealing = _Annealing(start, costs, work_2SX, rules, SearchEffort(plan_ms))
     return annealing.best(enough_ms, spends_all)
 
 
@@ -94,22 +90,23 @@ class _Annealing:
     def __init__(
         self,
         start: Arrangement,
-        job: Job,
-        contents: Contents,
-        weights_S: np.ndarray,
+        costs: StepCosts,
+        work_2SX: np.ndarray,
         rules: Rules,
         effort: SearchEffort,
     ) -> None:
-        self.job, self.contents, self.rules, self.effort = job, contents, rules, effort
-        self.state = State(start, contents)
+        self.job, self.rules, self.effort = costs.job, rules, effort
+        self.contents = Contents(costs, work_2SX, shared=rules.max_cp_size > 1)
+        self.state = State(start, self.contents)
         self.numbers = Numbers()
-        self.drawing = Drawing(self.state, weights_S, rules, self.numbers)
-        self.samples = len(weights_S)
+        self.samples = work_2SX.shape[1]
         self.drawn = _DRAWN * rules.lockstep_ranks
-        self.groups = job.data_parallel_size // rules.group_ranks
+        self.operation_cost = WAITING_COST if rules.max_cp_size > 1 else 1
+        self.groups = self.job.data_parallel_size // rules.group_ranks
         self.ms_R = self._simulate(self.state.ms_RMF[None], self.state.cp_sizes_RM[None])[0]
         if self.job.pipeline_stages > 1 and rules.max_cp_size == 1:
             self._order()
+        self.drawing = Drawing(self.state, work_2SX.sum(axis=(0, 2)), rules, self.numbers)
 
     def best(self, enough_ms: float, spends_all: bool) -> Arrangement:
         """The arrangement with the shortest step of all rounds."""
@@ -121,7 +118,8 @@ class _Annealing:
             most = most * _DRAWN // self.drawn
         pipelines = max(2, self.groups) * self.rules.group_ranks // self.rules.lockstep_ranks
         each = (
-            self.drawn * pipelines * self.state.ms_RMF[0].size * self._waiting + _ROUND_OPERATIONS
+            self.drawn * pipelines * self.state.ms_RMF[0].size * self.operation_cost
+            + _ROUND_OPERATIONS
         )
         if self.rules.group_ranks == 1 and not spends_all:
             tried = _EXCHANGES * self.samples**2 // (self.groups * self.drawn)
@@ -134,10 +132,6 @@ class _Annealing:
                 place_S, cp_size_J = self.state.place_S.copy(), self.state.cp_size_J.copy()
         return Arrangement.of_places(place_S, cp_size_J.reshape(self.state.cp_sizes_RM.shape))
 
-    @property
-    def _waiting(self) -> int:
-        return WAITING_COST if self.rules.max_cp_size > 1 else 1
-
     def _simulate(self, ms_IWMF: np.ndarray, cp_sizes_IWM: np.ndarray | None) -> np.ndarray:
         """[I, W] makespans of the ranks of pairs."""
         moves, ranks, positions, _ = ms_IWMF.shape
@@ -148,7 +142,7 @@ class _Annealing:
             self.effort.spend(ms_IWMF.size // _MEMBER_TIMES_PER_OPERATION)
             ms_IWMF = self.contents.joined(ms_IWMF.reshape(moves, -1, members, *ms_IWMF.shape[2:]))
             cp_sizes_IWM = np.maximum(cp_sizes_IWM, members)[:, ::members] // members
-        self.effort.spend(self._waiting * ms_IWMF.size)
+        self.effort.spend(self.operation_cost * ms_IWMF.size)
         at_once = max(1, _OPERATIONS_AT_ONCE // ms_IWMF[0].size)
         ends_R = []
         for first in range(0, moves, at_once):
@@ -181,7 +175,10 @@ class _Annealing:
         order_BM = np.where(
             better_B[:, None], order_BIM[every_B, best_B], np.arange(state.positions)
         )
-        state.reorder(np.repeat(order_BM, self.rules.group_ranks, axis=0))
+        rank_S, position_S = np.divmod(state.place_S, state.positions)
+        position_S = np.argsort(order_BM, axis=1)[rank_S // self.rules.group_ranks, position_S]
+        place_S = rank_S * state.positions + position_S
+        self.state = State(Arrangement.of_places(place_S, state.cp_sizes_RM), self.contents)
         self.ms_R = np.where(better_B[:, None], ms_BIW[every_B, best_B], ms_BW).reshape(-1)
 
     def _round(self) -> None:

@@ -22,14 +22,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from sparsebalance_megatron.plan.search.state import (
-    BLOCKS,
-    SEQUENCES,
-    TOKENS,
-    Numbers,
-    State,
-    below,
-)
+from sparsebalance_megatron.plan.search.state import BLOCKS, SEQUENCES, TOKENS, Numbers, State
 
 
 class Kind(IntEnum):
@@ -215,8 +208,8 @@ class Drawing:
         state, kind = self._state, Kind(int(moves.kind_I[move]))
         a, b, x, y = (int(of[move]) for of in (moves.a_I, moves.b_I, moves.x_I, moves.y_I))
         members = self._rules.group_ranks
-        if kind is Kind.POSITIONS and same_group(state, a, b, members):
-            first = a // state.positions // members * members
+        first, of_b = (of // state.positions // members * members for of in (a, b))
+        if kind is Kind.POSITIONS and first == of_b:
             state.exchange_positions(
                 slice(first, first + members), a % state.positions, b % state.positions
             )
@@ -239,6 +232,6 @@ class Drawing:
                 state.put(place, cp_size, moves.has_IYX[move, made], ms_IYF[move, made])
 
 
-def same_group(state: State, a: int, b: int, members: int) -> bool:
-    """Whether two places are of one rank group."""
-    return a // state.positions // members == b // state.positions // members
+def below(limit: np.ndarray | int, drawn: np.ndarray) -> np.ndarray:
+    """Drawn numbers as those from 0 to below the limit, int64."""
+    return np.asarray((drawn >> np.uint64(33)).astype(np.int64) % limit)

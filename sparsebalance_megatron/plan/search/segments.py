@@ -37,11 +37,7 @@ from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes,
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.annealing import shaped_orders
-from sparsebalance_megatron.plan.search_effort import (
-    SEGMENT_COST,
-    SHARE_OF_STEP_FOR_SEGMENTS,
-    SearchEffort,
-)
+from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, SearchEffort
 from sparsebalance_megatron.plan.segments import (
     Cut,
     MicroBatch,
@@ -53,14 +49,16 @@ from sparsebalance_megatron.plan.segments import (
 )
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
+_SHARE_OF_STEP = 0.03
+"""Share of a step's time that a search may take, during the step before."""
 _SEGMENTS_PER_GROUP = (8, 12, 20, 32, 48)
 """Numbers of segments of a group that are tried first."""
 _MAX_SWAPS = 64
 """Pairs of rows of the slowest group that change places in a round."""
-_PARTNERS = 3
-"""Other ranks, the fastest first, with which the slowest one trades samples."""
-_TRADES = 6
-"""Trades with each of them, those first that come nearest to equal work."""
+
+_PARTNERS, _TRADES = 3, 4
+"""Other ranks, the fastest first, with which the slowest one trades samples, and trades with each,
+those first that bring their work nearest."""
 
 _Order = tuple[tuple[Row, int], ...]
 """Rows of a group in order, and the segments of each."""
@@ -94,7 +92,7 @@ class SegmentSearch:
         self._cuts: dict[tuple[int, Row, int], tuple[Cut, ...]] = {}
         self._starts_of: dict[tuple[Row, int], tuple[Starts, ...]] = {}
         step_ms = rounded_ms(problem.makespans_ms(problem.expected_LS, whole).max())
-        self._effort = SearchEffort(problem.search_ms(step_ms, SHARE_OF_STEP_FOR_SEGMENTS))
+        self._effort = SearchEffort(problem.search_ms(step_ms, _SHARE_OF_STEP))
         self._waiting = problem.job.lockstep_ranks
         meeting = meeting_groups(cp_sizes_of_groups(whole.cp_sizes_RM, self._waiting))
         # Each begins at a multiple of its ranks among those simulated.
@@ -106,7 +104,6 @@ class SegmentSearch:
         self._rows: list[list[Row]] = [
             list(zip(*held[group.start : group.stop], strict=True)) for group in self._groups
         ]
-        self._trades_samples = max(map(len, self._groups)) == 1
 
     def best(self) -> tuple[Arrangement, float]:
         """The shortest step that is found, and its ms: infinite where all hold too many tokens."""
@@ -114,7 +111,7 @@ class SegmentSearch:
         while self._effort.left:
             slowest = _slowest(found)
             found[slowest.group] = self._shortest([self._moved(slowest)])[0]
-            if self._trades_samples:
+            if max(map(len, self._groups)) == 1:
                 self._trade(found)
             if not rounded_ms(_slowest(found).ms) < rounded_ms(slowest.ms):
                 break
@@ -285,49 +282,42 @@ class SegmentSearch:
     def _trade(self, found: list[_Candidate]) -> None:
         """Exchange one sample of the slowest rank for one of another, in place, if it helps."""
         *others, slowest = sorted(found, key=lambda each: (each.ms, each.group))
-        for partner in others[:_PARTNERS]:
-            trades = self._trades(slowest, partner)
-            if not trades:
-                continue
-            after = self._shortest([[each] for trade in trades for each in trade])
-            pairs = itertools.batched(after, 2)
-            best = min(pairs, key=lambda pair: max(each.ms for each in pair))
-            if rounded_ms(max(each.ms for each in best)) < rounded_ms(slowest.ms):
-                for each in best:
-                    found[each.group] = each
-                return
+        trades = [pair for other in others[:_PARTNERS] for pair in self._trades(slowest, other)]
+        if not trades:
+            return
+        after = self._shortest([[each] for pair in trades for each in pair])
+        best = min(itertools.batched(after, 2), key=lambda pair: max(each.ms for each in pair))
+        if rounded_ms(max(each.ms for each in best)) < rounded_ms(slowest.ms):
+            for each in best:
+                found[each.group] = each
 
-    def _trades(self, slowest: _Candidate, partner: _Candidate) -> list[list[_Candidate]]:
+    def _trades(self, slowest: _Candidate, other: _Candidate) -> list[list[_Candidate]]:
         """Both ranks after the trades that bring their work nearest, under the cap of tokens."""
         work_of, tokens_of = self._work_of, self._problem.lengths_tokens
-        own, others = ([samples for (samples,), _ in each.order] for each in (slowest, partner))
-        work_ms, others_ms = (
-            sum(work_of[sample] for samples in micro_batches for sample in samples)
-            for micro_batches in (own, others)
+        own, theirs = (
+            [sample for (samples,), _ in each.order for sample in samples]
+            for each in (slowest, other)
         )
-        wanted_ms = (work_ms - others_ms) / 2
-        pairs = [
-            (abs(work_of[give] - work_of[take] - wanted_ms), i, give, j, take)
-            for i, mine in enumerate(own)
-            for give in mine
-            for j, theirs in enumerate(others)
-            for take in theirs
+        own_ms, their_ms = (sum(work_of[sample] for sample in held) for held in (own, theirs))
+        pairs = sorted(
+            (abs(work_of[give] - work_of[take] - (own_ms - their_ms) / 2), give, take)
+            for give, take in itertools.product(own, theirs)
             if work_of[give] > work_of[take]
-        ]
+        )
         found = []
-        for _, i, give, j, take in sorted(pairs)[:_TRADES]:
-            trade = []
-            for candidate, micro_batches, place, old, new in (
-                (slowest, own, i, give, take),
-                (partner, others, j, take, give),
-            ):
-                after = list(micro_batches)
-                after[place] = tuple(sorted({*after[place]} - {old} | {new}))
-                if sum(tokens_of[sample] for sample in after[place]) <= self._problem.cap_tokens:
-                    segments = sum(number for _, number in candidate.order)
-                    order = self._in_segments([(samples,) for samples in after], segments)
-                    trade.append(candidate._replace(order=order))
-            if len(trade) == 2:
+        for _, give, take in pairs[:_TRADES]:
+            instead = {give: take, take: give}
+            trade, most_tokens = [], 0
+            for each in (slowest, other):
+                rows: list[Row] = [
+                    (tuple(sorted(instead.get(sample, sample) for sample in samples)),)
+                    for (samples,), _ in each.order
+                ]
+                segments = sum(number for _, number in each.order)
+                trade.append(each._replace(order=self._in_segments(rows, segments)))
+                held = max(sum(tokens_of[sample] for sample in samples) for (samples,) in rows)
+                most_tokens = max(most_tokens, held)
+            if most_tokens <= self._problem.cap_tokens:
                 found.append(trade)
         return found
 

@@ -2,7 +2,7 @@
 """The state of a search: where every sample is, and how many ranks share each micro-batch.
 
 Shape legend: J = R x M places (rank and position), X contents or columns, F forward, then backward
-of every column, I levels of cp_size, E lockstep groups of W members.
+of every column, I levels of cp_size, E lockstep groups of W ranks, I pairs of them.
 """
 
 import numpy as np
@@ -37,28 +37,26 @@ class Contents:
         self._chunk_of_X = np.append(costs.chunk_of_X[first_X], costs.chunk_of_X[own:])
         column_X = np.append(alike_X, len(first_X) + np.arange(costs.chunks))
         in_column = column_X == np.arange(len(self._chunk_of_X))[:, None]
-        work, exchange, sequence, dense, constant = (
+        work, dense, exchange, sequence, constant = (
             np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
             for values in (
-                *(work_2SX, costs.exchange_2SX, costs.sequence_2X, costs.dense_tokens_SX),
+                *(work_2SX, costs.dense_tokens_SX, costs.exchange_2X, costs.sequence_2X),
                 costs.constant_2X,
             )
         )
-        terms = [
-            values.transpose(1, 0, 2).reshape(samples, -1)
-            for values in (work - sequence[:, None], *((exchange,) if shared else ()))
-        ]
+        terms = [(work - sequence[:, None]).transpose(1, 0, 2).reshape(samples, -1)]
         self._work_terms = terms[0].shape[1]
-        if shared:
+        if shared and costs.heads_more_2W.any():
             terms.append(np.tile(dense, (1, 2)))
         counts_3S = [np.ones(samples), costs.lengths_tokens_S, costs.blocks_S]
         self.of_sample_SX = np.concatenate([*terms, np.stack(counts_3S, axis=1)], axis=1)
         self._constant, self._sequence = constant.reshape(-1), sequence.reshape(-1)
         self._share_W = costs.share_W
-        self._received_WF, self._heads_more_WF = (
+        received_WF, self._heads_more_WF = (
             np.repeat(values_2W.T, sequence.shape[1], axis=1)
             for values_2W in (costs.received_2W, costs.heads_more_2W)
         )
+        self._exchange_WF = received_WF * exchange.reshape(-1)
         self._costs = costs
 
     def ms(self, contents: np.ndarray, cp_size: np.ndarray, rank: np.ndarray) -> np.ndarray:
@@ -72,9 +70,10 @@ class Contents:
         share = self._share_W[cp_size][..., None]
         ms = contents[..., : self._work_terms] * share
         if cp_size.max(initial=1) > 1:
-            exchange, dense = np.split(contents[..., self._work_terms : SEQUENCES], 2, axis=-1)
-            ms += exchange * self._received_WF[cp_size]
-            ms += dense * self._heads_more_WF[cp_size]
+            ms += contents[..., TOKENS, None] * self._exchange_WF[cp_size]
+            dense = contents[..., self._work_terms : SEQUENCES]
+            if dense.size:
+                ms += dense * self._heads_more_WF[cp_size]
         ms += contents[..., SEQUENCES, None] * self._sequence
         ms += self._constant
         if self._costs.has_slow_devices:
@@ -128,16 +127,6 @@ class State:
         self.cp_size_J[reached], self.has_JX[reached], self.ms_JF[reached] = cp_size, 0.0, ms_F
         self.has_JX[place] = has_X
 
-    def reorder(self, order_RM: np.ndarray) -> None:
-        """Let ranks run what they have in other orders; those that share have the same one."""
-        for name in ("cp_size_J", "has_JX", "ms_JF"):
-            values_J = getattr(self, name)
-            values_RMX = values_J.reshape(self.ranks, self.positions, -1)
-            ordered = np.take_along_axis(values_RMX, order_RM[..., None], axis=1)
-            setattr(self, name, ordered.reshape(values_J.shape))
-        rank_S, position_S = np.divmod(self.place_S, self.positions)
-        self.place_S = rank_S * self.positions + np.argsort(order_RM, axis=1)[rank_S, position_S]
-
     def exchange_positions(self, ranks: slice, one: int, other: int) -> None:
         """Let neighbouring ranks run what they have at two positions in each other's place."""
         for values_J in (self.cp_size_J, self.has_JX, self.ms_JF):
@@ -164,8 +153,3 @@ class Numbers:
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
         return np.asarray(mixed ^ (mixed >> np.uint64(31)))
-
-
-def below(limit: np.ndarray | int, drawn: np.ndarray) -> np.ndarray:
-    """Drawn numbers as those from 0 to below the limit, int64."""
-    return np.asarray((drawn >> np.uint64(33)).astype(np.int64) % limit)

@@ -56,7 +56,7 @@ class Case:
         held, covered_RM = [], np.zeros((ranks, positions), dtype=int)
         for rank in range(ranks):
             for position in range(positions):
-                samples, cp_size = where.samples[rank][position], where.cp_size(rank, position)
+                samples, cp_size = where.samples[rank][position], where.cp_sizes_RM[rank, position]
                 assert is_power_of_two(cp_size) and cp_size <= self.rules.max_cp_size
                 if rank % cp_size:
                     assert samples == ()

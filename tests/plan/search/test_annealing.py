@@ -23,7 +23,6 @@ from sparsebalance_megatron.plan.search.annealing import _Annealing, anneal
 from sparsebalance_megatron.plan.search.balance import arrival
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
-from sparsebalance_megatron.plan.search.state import Contents
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -34,11 +33,10 @@ def annealed(case, plan_ms, **limits):
     )
 
 
-def begun(case, work_2SX=None):
+def begun(case):
     """A search that has made no move."""
-    contents = Contents(case.costs, case.sample_2SX if work_2SX is None else work_2SX)
     effort = SearchEffort(plan_ms=100.0)
-    return _Annealing(case.start, case.costs.job, contents, case.weights_S, case.rules, effort)
+    return _Annealing(case.start, case.costs, case.sample_2SX, case.rules, effort)
 
 
 @settings(max_examples=15)
@@ -169,8 +167,8 @@ def test_cp_sizes_are_near_the_best_of_all():
 def obeys(case, where):
     """Whether every rank that shares a micro-batch has a block of it."""
     return all(
-        where.cp_size(rank, m) == 1
-        or case.costs.blocks_S[list(samples)].sum() >= where.cp_size(rank, m)
+        where.cp_sizes_RM[rank, m] == 1
+        or case.costs.blocks_S[list(samples)].sum() >= where.cp_sizes_RM[rank, m]
         for rank, micro_batches in enumerate(where.samples)
         for m, samples in enumerate(micro_batches)
         if samples
