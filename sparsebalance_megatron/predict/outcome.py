@@ -170,7 +170,10 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
     longest_blocks = min(
         math.ceil(plan_settings.max_cp_size * cap / config.block_size), workload.coverage.max_blocks
     )
-    in_flight_P = most_tokens_in_flight(_order(job), np.full(job.micro_batches, cap))
+    # In whole groups of an interleaved schedule: others are refused when they are planned.
+    groups = -(-job.micro_batches // job.micro_batches_multiple_of)
+    whole = replace(job, micro_batches=groups * job.micro_batches_multiple_of)
+    in_flight_P = most_tokens_in_flight(_order(whole), np.full(whole.micro_batches, cap))
     if config.max_segments > 1:
         ahead_P = config.max_segments - 1 + np.arange(job.pipeline_stages, 0, -1)
         in_flight_P = cap * np.minimum(job.micro_batches, ahead_P)
