@@ -3,6 +3,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,14 +13,16 @@ from hypothesis import strategies as st
 from plan.plan_cases import random_cp_sizes
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.errors import PlanError
+from sparsebalance_megatron.errors import ConfigError, PlanError
 from sparsebalance_megatron.plan.context_groups import first_places, most_segments
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.orders import (
     MegatronSchedule,
     Operation,
     SegmentedSchedule,
     megatron_order,
     most_tokens_in_flight,
+    order_to_run,
 )
 
 FORWARD, BACKWARD = Direction
@@ -136,6 +139,19 @@ def test_tokens_in_flight_are_counted(pipeline, seed):
                 held += tokens if operation.direction is FORWARD else -tokens
                 most = max(most, held)
             assert found == most
+
+
+def test_an_order_that_training_cannot_run_is_refused():
+    """Micro-batches are read by rising position, and a stage of several chunks is Megatron's."""
+
+    def swapped(*sizes):
+        order = megatron_order(*sizes)
+        return replace(order, on_stage_PO=order.on_stage_PO[:, [1, 0, 2, 3]])
+
+    with pytest.raises(PlanError, match="by rising micro-batch"):
+        order_to_run(swapped, 2, 2, 1)
+    with pytest.raises(ConfigError, match="one chunk"):
+        Job(stage_layers=(((0,), (1,)),), data_parallel_size=1, order=swapped)
 
 
 @pytest.mark.parametrize(
