@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-import numpy as np
-
 from sparsebalance_megatron.cost.table import ModelShape
 
 GIBIBYTE = 2.0**30
@@ -28,7 +26,6 @@ class MemoryModel:
         selected_blocks_per_token: entries of the lists that attention saves, per token and layer of
             a whole model: KV heads (or query heads) times budget where tokens select, and that over
             the block size where blocks of queries do.
-        micro_batch_group_size: of virtual stages; None stands for the number of stages.
     """
 
     shape: ModelShape
@@ -42,7 +39,6 @@ class MemoryModel:
     sharded_parameters: bool = False
     recompute_all: bool = False
     recompute_attention: bool = False
-    micro_batch_group_size: int | None = None
 
     @property
     def stages(self) -> int:
@@ -122,28 +118,15 @@ class MemoryModel:
         head_dims = shape.head_dim + shape.value_dim
         return head_dims * shape.num_query_groups / shape.tensor_parallel_size
 
-    def chunks_in_flight(self, stage: int, micro_batches: int) -> int:
-        """Chunk forwards whose backward is still to come, at most.
-
-        1F1B: as many as there are stages from this one on; interleaved: as Megatron's warm-up,
-        ``(P - stage - 1) x 2 + (virtual stages - 1) x group size``, and the one that runs.
-        """
-        after = self.stages - stage - 1
-        if self.virtual_stages == 1:
-            return min(micro_batches, after + 1)
-        group_size = self.micro_batch_group_size or self.stages
-        warm_up = 2 * after + (self.virtual_stages - 1) * group_size
-        return min(micro_batches * self.virtual_stages, warm_up + 1)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentTokens:
-    """Tokens of the rank that holds most: in flight on every stage, in one segment, and in one
-    micro-batch of several segments."""
+class TokensHeld:
+    """Tokens of the rank that holds most: in flight on every stage, of chunk forwards their share
+    of the stage; in one operation; and in one micro-batch of several segments, 0 without."""
 
     in_flight_P: tuple[float, ...]
     largest: float
-    longest: float
+    longest: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,41 +142,27 @@ class StageMemory:
         return self.weights_bytes + self.activations_bytes
 
 
-def stage_memory(
-    model: MemoryModel, stage: int, tokens_RM: np.ndarray, segments: SegmentTokens | None = None
-) -> StageMemory:
-    """Memory of a stage while a step runs: of the rank whose micro-batches in flight hold most.
-
-    Args:
-        tokens_RM: of a rank's share of every micro-batch, in the order they run.
-        segments: given where a step runs in segments.
-    """
-    layers, micro_batches = model.layers_per_stage[stage], tokens_RM.shape[1]
+def stage_memory(model: MemoryModel, stage: int, held: TokensHeld) -> StageMemory:
+    """Memory of a stage while a step runs, on the rank that holds most."""
+    layers, tokens_in_flight = model.layers_per_stage[stage], held.in_flight_P[stage]
     lists_per_layer = 0.0
     if not (model.recompute_all or model.recompute_attention):
         lists_per_layer = 4 * model.selected_blocks_per_token / model.shape.tensor_parallel_size
-    chunks = model.chunks_in_flight(stage, micro_batches)
-    # So many neighbouring micro-batches, the last of them perhaps with some chunks only.
-    window = min(micro_batches, -(-chunks // model.virtual_stages))
-    sums = np.lib.stride_tricks.sliding_window_view(tokens_RM, window, axis=1).sum(axis=2)
-    tokens_in_flight = float(sums.max()) * chunks / (window * model.virtual_stages)
-    most_tokens = float(tokens_RM.max())
-    if segments is not None:
-        tokens_in_flight, most_tokens = segments.in_flight_P[stage], segments.largest
     activations = tokens_in_flight * layers * model.layer_bytes_per_token()
-    if segments is not None:
+    if held.longest:
         # Float32 sums of what later segments send; keys and values, which otherwise are computed
         # again.
-        kept_tokens = _FLOAT * segments.longest
+        kept_tokens = _FLOAT * held.longest
         kept_tokens += _HALF * tokens_in_flight if model.recompute_all else 0.0
         activations += kept_tokens * layers * model.keys_and_values_per_token
     if model.recompute_all:
         # One layer at a time is computed again, and then held whole.
-        activations += most_tokens * replace(model, recompute_all=False).layer_bytes_per_token()
+        activations += held.largest * replace(model, recompute_all=False).layer_bytes_per_token()
     if stage == model.stages - 1:
-        # The logits in bfloat16 and their softmax in float32; of all segments in flight.
+        # The logits in bfloat16 and their softmax in float32, of all in flight; with virtual
+        # stages the last chunk runs backward at once.
         vocabulary_rows = model.shape.vocab_size / model.shape.tensor_parallel_size
-        with_logits = most_tokens if segments is None else tokens_in_flight
+        with_logits = tokens_in_flight if model.virtual_stages == 1 else held.largest
         activations += with_logits * (_HALF + _FLOAT) * vocabulary_rows
     return StageMemory(
         weights_bytes=model.weights_bytes(stage),

@@ -205,8 +205,7 @@ class StepFigures:
     """Figures of one step of all ranks; docs/TELEMETRY.md says what each is.
 
     An imbalance is max/mean, times are in ms, and a share or a coverage is of 1. Busy times and
-    computing times leave waiting out. A figure of several values has one for each stage, or for
-    each quarter of the layers.
+    computing times leave waiting out. A figure of several values has one for each stage.
     """
 
     imbalance: Figure
@@ -291,14 +290,12 @@ class StepFigures:
         return {name.replace("_", "-"): float(value) for name, value in values.items()}
 
     def scalars(self) -> dict[str, float]:
-        """Name -> value of everything else that was measured; stages count from 0, quarters from
-        1."""
+        """Name -> value of everything else that was measured; stages count from 0."""
         found: dict[str, float | None] = {}
         for each in fields(self):
             name, value = each.name.replace("_", "-"), getattr(self, each.name)
             if isinstance(value, tuple):
-                first = 1 if name.endswith("quarter") else 0
-                found |= {f"{name}-{number}": of for number, of in enumerate(value, first)}
+                found |= {f"{name}-{number}": of for number, of in enumerate(value)}
             elif each.name not in (*LOG_LINE, *COUNTS_IN_LOG_LINE):
                 found[name] = value
         return {name: of for name, of in found.items() if of is not None and math.isfinite(of)}

@@ -3,6 +3,7 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -40,7 +41,7 @@ class PlannedStep:
         """Whether stages run segments: some micro-batch of some rank has several."""
         return bool(self.cut_RM.any())
 
-    @property
+    @cached_property
     def cut_RM(self) -> np.ndarray:
         """Which micro-batches of every rank pass in segments."""
         ranks = map(self.plan.for_rank, range(self.plan.data_parallel_size))

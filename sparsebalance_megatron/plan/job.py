@@ -198,35 +198,26 @@ def check_cp_sizes(ranks: int, cp_size: int, max_cp_size: int) -> None:
 def max_cp_size(
     job: Job, config: SparseBalanceConfig, neighbours_per_node: int, served: Exchange | None = None
 ) -> int:
-    """Most ranks that may share a micro-batch; the neighbours are those that may share.
+    """Most ranks that may share a micro-batch.
 
-    ``served``: by default all between which heads travel by it may, and no others.
+    Where the user names no limit, none share whose cp_size is 1 or fixed. Else it doubles while the
+    ranks divide: up to 8 and as many as a node holds, or, with ``served``, while heads travel by it
+    between so many.
 
     Raises:
         ConfigError: as :func:`check_cp_sizes`.
     """
     ranks, size = job.data_parallel_size, job.context_parallel_size
-    largest = config.max_context_parallel
-    if largest is None:
-        largest = size
-        if config.context_parallel == "dynamic" and served is None:
-            largest = default_max_cp_size(ranks, size, neighbours_per_node)
-        elif config.context_parallel == "dynamic" and served is not None:
-            while 1 < size <= largest and not ranks % (2 * largest):
-                if served.heads_obstacle(2 * largest) is not None:
-                    break
-                largest *= 2
+    given = config.max_context_parallel
+    largest = size if given is None else given
+
+    def may_share(members: int) -> bool:
+        if served is not None:
+            return served.heads_obstacle(members) is None
+        return members <= min(_DEFAULT_MAX_CP_SIZE, neighbours_per_node)
+
+    if given is None and config.context_parallel == "dynamic" and size > 1:
+        while ranks % (2 * largest) == 0 and may_share(2 * largest):
+            largest *= 2
     check_cp_sizes(ranks, size, largest)
     return largest
-
-
-def default_max_cp_size(ranks: int, cp_size: int, ranks_per_node: int) -> int:
-    """Most ranks that may share a micro-batch where the user names no limit.
-
-    Where ``cp_size`` is 1, none share; else as many as a node holds, 8 at most, but no fewer than
-    ``cp_size``.
-    """
-    size, limit = cp_size, min(_DEFAULT_MAX_CP_SIZE, ranks_per_node)
-    while 1 < size <= limit // 2 and ranks % (2 * size) == 0:
-        size *= 2
-    return size

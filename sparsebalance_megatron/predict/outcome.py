@@ -12,14 +12,18 @@ from functools import partial
 
 import numpy as np
 
-from sparsebalance_megatron.cost.memory import SegmentTokens, StageMemory, stage_memory
+from sparsebalance_megatron.cost.memory import StageMemory, TokensHeld, stage_memory
 from sparsebalance_megatron.cost.model import StageScales, counted_rates, training_flops
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
+from sparsebalance_megatron.plan.pipeline.orders import (
+    PipelineOrder,
+    most_tokens_in_flight,
+    order_to_run,
+)
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.predict.workload import Workload
@@ -148,7 +152,7 @@ def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[Stag
     for plan in plans:
         most_L = np.max([_most_L(workload, each) for each in plan.micro_batches], axis=0)
         held = _tokens_held(plan, workload.job, workload.plan_settings.config.block_size)
-        steps.append(_stages(workload, most_L, *held))
+        steps.append(_stages(workload, most_L, held))
     return tuple(
         max(of_stage, key=lambda each: each.total_bytes) for of_stage in zip(*steps, strict=True)
     )
@@ -162,26 +166,29 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
     """
     job, plan_settings = workload.job, workload.plan_settings
     config = plan_settings.config
-    cap, segments = float(plan_settings.max_tokens_per_micro_batch), None
+    cap = float(plan_settings.max_tokens_per_micro_batch)
     longest_blocks = min(
         math.ceil(plan_settings.max_cp_size * cap / config.block_size), workload.coverage.max_blocks
     )
+    # In whole groups of an interleaved schedule: others are refused when they are planned.
+    groups = -(-job.micro_batches // job.micro_batches_multiple_of)
+    whole = replace(job, micro_batches=groups * job.micro_batches_multiple_of)
+    in_flight_P = most_tokens_in_flight(_order(whole), np.full(whole.micro_batches, cap))
     if config.max_segments > 1:
-        ahead = config.max_segments - 1 + job.pipeline_stages
-        segments = SegmentTokens(
-            in_flight_P=tuple(
-                cap * min(job.micro_batches, ahead - stage) for stage in range(job.pipeline_stages)
-            ),
-            largest=cap,
-            longest=cap,
-        )
+        ahead_P = config.max_segments - 1 + np.arange(job.pipeline_stages, 0, -1)
+        in_flight_P = cap * np.minimum(job.micro_batches, ahead_P)
+    held = TokensHeld(
+        in_flight_P=tuple(in_flight_P / job.virtual_stages),
+        largest=cap,
+        longest=cap if config.max_segments > 1 else 0.0,
+    )
     base_L = plan_settings.base_L(job.layers)
     budgets_L = np.minimum(base_L if config.tuning == "off" else DENSE, longest_blocks)
     if not config.attends_by_lists:
         dense_L = plan_settings.dense_blocks_L(job.layers) >= longest_blocks
         budgets_L = np.where(dense_L, 0, budgets_L)
     budgets_L = np.broadcast_to(budgets_L, base_L.shape)
-    return _stages(workload, budgets_L, np.full((1, job.micro_batches), cap), segments)
+    return _stages(workload, budgets_L, held)
 
 
 def _most_L(workload: Workload, micro_batch: MicroBatchPlan) -> np.ndarray:
@@ -193,12 +200,7 @@ def _most_L(workload: Workload, micro_batch: MicroBatchPlan) -> np.ndarray:
     return np.asarray(budgets_LS.max(axis=1))
 
 
-def _stages(
-    workload: Workload,
-    budgets_L: np.ndarray,
-    tokens_RM: np.ndarray,
-    segments: SegmentTokens | None,
-) -> tuple[StageMemory, ...]:
+def _stages(workload: Workload, budgets_L: np.ndarray, held: TokensHeld) -> tuple[StageMemory, ...]:
     """Memory of every stage at one budget for each layer."""
     job, plan_settings, shape = workload.job, workload.plan_settings, workload.memory.shape
     block_size = plan_settings.config.block_size
@@ -217,37 +219,34 @@ def _stages(
         own = [layer for chunk in chunks for layer in chunk]
         lists = float(entries_L[own].mean()) if own else 0.0
         model = replace(workload.memory, selected_blocks_per_token=lists)
-        found.append(stage_memory(model, stage, tokens_RM, segments))
+        found.append(stage_memory(model, stage, held))
     return tuple(found)
 
 
-def _tokens_held(
-    plan: StepPlan, job: Job, block_size: int
-) -> tuple[np.ndarray, SegmentTokens | None]:
-    """Tokens of micro-batches by rank and position, and of segments where a step has them."""
+def _order(job: Job) -> PipelineOrder:
+    """In which a pipeline runs micro-batches in one piece."""
+    sizes = job.pipeline_stages, job.micro_batches, job.virtual_stages
+    return order_to_run(job.schedule, *sizes)
+
+
+def _tokens_held(plan: StepPlan, job: Job, block_size: int) -> TokensHeld:
+    ranks = [plan.for_rank(rank).micro_batches for rank in range(plan.data_parallel_size)]
+    positions, cut = len(ranks[0]), [each for each in plan.micro_batches if each.segments > 1]
     tokens_RM = plan.rank_tokens_RM()
-    if all(micro_batch.segments == 1 for micro_batch in plan.micro_batches):
-        return tokens_RM, None
-    of_ranks = [
-        [
-            # Segments that only other ranks of the schedule have come first, and hold nothing here.
-            np.pad(each.segment_tokens(block_size) / each.cp_size, (most - each.segments, 0))
-            for each, most in zip(
-                plan.for_rank(rank).micro_batches,
-                plan.schedule_of(rank).most_segments_M,
-                strict=True,
-            )
+    in_flight_RP = most_tokens_in_flight(_order(replace(job, micro_batches=positions)), tokens_RM)
+    largest = tokens_RM.max()
+    if cut:
+        tokens_RU = [
+            np.concatenate([each.segment_tokens(block_size) / each.cp_size for each in own])
+            for own in ranks
         ]
-        for rank in range(plan.data_parallel_size)
-    ]
-    stages = job.pipeline_stages
-    return tokens_RM, SegmentTokens(
-        in_flight_P=tuple(
-            float(max(most_tokens_in_flight(tokens_MU, stages - stage) for tokens_MU in of_ranks))
-            for stage in range(stages)
-        ),
-        largest=float(max(tokens_U.max() for tokens_MU in of_ranks for tokens_U in tokens_MU)),
-        longest=float(
-            max(each.tokens / each.cp_size for each in plan.micro_batches if each.segments > 1)
-        ),
+        orders = [
+            plan.schedule_of(rank)(job.pipeline_stages, positions, 1) for rank in range(len(ranks))
+        ]
+        in_flight_RP = np.array(list(map(most_tokens_in_flight, orders, tokens_RU)))
+        largest = np.concatenate(tokens_RU).max()
+    return TokensHeld(
+        in_flight_P=tuple(in_flight_RP.max(axis=0) / job.virtual_stages),
+        largest=float(largest),
+        longest=max((each.tokens / each.cp_size for each in cut), default=0.0),
     )

@@ -106,7 +106,6 @@ class Workload:
                 shape=job.shape,
                 layers_per_stage=tuple(sum(map(len, stage)) for stage in layout.stage_layers),
                 virtual_stages=layout.virtual_stages,
-                micro_batch_group_size=layout.micro_batch_group_size,
                 tied_embeddings=tied_embeddings,
                 sequence_parallel=sequence_parallel,
                 optimizer_ranks=layout.data_parallel_size if divides else 1,

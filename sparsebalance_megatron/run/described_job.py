@@ -28,12 +28,7 @@ from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.training_arguments import checked_settings
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
-from sparsebalance_megatron.predict.workload import (
-    Workload,
-    WorkloadError,
-    batches_of,
-    samples_of,
-)
+from sparsebalance_megatron.predict.workload import Workload, WorkloadError, batches_of, samples_of
 from sparsebalance_megatron.run.inputs import (
     first_batches,
     read_costs,

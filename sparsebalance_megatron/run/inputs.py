@@ -16,12 +16,7 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.cost.dense_length import with_dense_length
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.data.data_set import Split
-from sparsebalance_megatron.data.samples import (
-    Blend,
-    SampleIndex,
-    open_samples,
-    read_blends,
-)
+from sparsebalance_megatron.data.samples import Blend, SampleIndex, open_samples, read_blends
 from sparsebalance_megatron.learn.dealt_samples import DealtSamples
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler

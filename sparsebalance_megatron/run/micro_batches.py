@@ -17,12 +17,7 @@ from torch.distributed import ProcessGroup
 
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
-from sparsebalance_megatron.data.packing import (
-    PackedSequence,
-    Sample,
-    pack,
-    packed_cu_seqlens,
-)
+from sparsebalance_megatron.data.packing import PackedSequence, Sample, pack, packed_cu_seqlens
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.learn.scheduler import Scheduler

@@ -25,10 +25,7 @@ from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_va
 from sparsebalance_megatron.megatron.core_attention import replace_core_attention
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
-from sparsebalance_megatron.megatron.sequence_groups import (
-    data_parallel_size,
-    make_sequence_groups,
-)
+from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size, make_sequence_groups
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.plan.pipeline.orders import Schedule
 from sparsebalance_megatron.plan.step_plan import StepPlan

@@ -8,15 +8,14 @@ from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import step_cases
 
 from sparsebalance_megatron.cost.memory import (
     GIBIBYTE,
     MemoryModel,
-    SegmentTokens,
     StageMemory,
+    TokensHeld,
     memory_lines,
     stage_memory,
 )
@@ -138,55 +137,35 @@ def test_sharded_parameters_leave_each_rank_its_part() -> None:
     assert parts.weights_bytes(0) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("stages", "virtual", "group", "micro_batches", "expected"),
-    [
-        (4, 1, None, 8, [4, 3, 2, 1]),
-        (4, 1, None, 2, [2, 2, 2, 1]),
-        (1, 1, None, 8, [1]),
-        (2, 2, None, 8, [5, 3]),
-        (2, 2, 4, 8, [7, 5]),
-        (4, 2, None, 8, [11, 9, 7, 5]),
-        (4, 2, None, 4, [8, 8, 7, 5]),
-    ],
-)
-def test_chunks_in_flight(
-    stages: int, virtual: int, group: int | None, micro_batches: int, expected: list[int]
-) -> None:
-    layers = (2,) * stages
-    shape = model(layers_per_stage=layers, virtual_stages=virtual, micro_batch_group_size=group)
-    assert [shape.chunks_in_flight(stage, micro_batches) for stage in range(stages)] == expected
-
-
-def test_the_fullest_rank_and_its_fullest_neighbours_count() -> None:
-    tokens_RM = np.array([[10.0, 20.0, 30.0, 5.0], [1.0, 1.0, 48.0, 1.0]])
+def test_tokens_in_flight_and_logits_count() -> None:
+    held = TokensHeld(in_flight_P=(50.0, 48.0), largest=40.0)
     shape = model(selected_blocks_per_token=6.0)
-    first, last = (stage_memory(shape, stage, tokens_RM) for stage in (0, 1))
+    first, last = (stage_memory(shape, stage, held) for stage in (0, 1))
     per_token = shape.layer_bytes_per_token()
     assert first.activations_bytes == pytest.approx(50 * 3 * per_token)
     assert first.lists_bytes == pytest.approx(50 * 3 * 4 * 6 / 2)
     assert last.activations_bytes == pytest.approx(48 * 3 * per_token + 48 * 6 * 1000 / 2)
     assert first.total_bytes == first.weights_bytes + first.activations_bytes
-    # Five chunks of three neighbours, of which there are six.
-    chunks = stage_memory(replace(shape, virtual_stages=2), 0, tokens_RM)
-    assert chunks.activations_bytes == pytest.approx(60 * 5 / 6 * 3 * per_token)
+    # Of several chunks the last runs backward at once.
+    last = stage_memory(replace(shape, virtual_stages=2), 1, held)
+    assert last.activations_bytes == pytest.approx(48 * 3 * per_token + 40 * 6 * 1000 / 2)
 
 
 def test_recomputation_of_all_holds_one_whole_layer() -> None:
-    tokens_RM = np.array([[100.0, 40.0]])
+    held = TokensHeld(in_flight_P=(100.0,), largest=100.0)
     whole = model(layers_per_stage=(6,)).layer_bytes_per_token()
-    memory = stage_memory(model(layers_per_stage=(6,), recompute_all=True), 0, tokens_RM)
+    memory = stage_memory(model(layers_per_stage=(6,), recompute_all=True), 0, held)
     expected = 100 * (6 * 2 * 64 / 2 + whole + 6 * 1000 / 2)
     assert memory.activations_bytes == pytest.approx(expected)
 
 
 def test_segments_keep_keys_and_values_float32_sums_and_logits() -> None:
-    held = SegmentTokens(in_flight_P=(100.0, 60.0), largest=20.0, longest=80.0)
+    held = TokensHeld(in_flight_P=(100.0, 60.0), largest=20.0, longest=80.0)
     keys_and_values = 2 * 2 * 16 / 2
     for recompute_all in (False, True):
         shape = model(recompute_all=recompute_all)
         for stage, (tokens, logits) in enumerate(((100.0, 0), (60.0, 6 * 1000 / 2))):
-            memory = stage_memory(shape, stage, np.array([[80.0, 40.0]]), held)
+            memory = stage_memory(shape, stage, held)
             per_layer = tokens * shape.layer_bytes_per_token() + 4 * 80 * keys_and_values
             expected = 3 * per_layer + tokens * logits
             if recompute_all:

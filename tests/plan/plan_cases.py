@@ -13,12 +13,13 @@ from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.pipeline.orders import megatron_order
+from sparsebalance_megatron.plan.pipeline.orders import megatron_order, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms, operations_through_ms
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.segments import joined_2UP
 from sparsebalance_megatron.plan.settings import PlanSettings
 from sparsebalance_megatron.plan.step_costs import SEQUENCES, TOKENS, step_costs
+from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 DEFAULT_TUNING = SparseBalanceConfig.tuning
@@ -246,3 +247,11 @@ def shared_times(shape, cp_sizes_RM, seed):
     for m in range(positions):
         times[..., m] = times[..., m][:, first_RM[:, m]]
     return times
+
+
+def tokens_in_flight(plan: StepPlan, rank: int, block_size: int, stages: int) -> float:
+    """Most tokens of a rank's first stage whose backward has not ended."""
+    own = plan.for_rank(rank).micro_batches
+    tokens_U = np.concatenate([each.segment_tokens(block_size) / each.cp_size for each in own])
+    order = plan.schedule_of(rank)(stages, len(own), 1)
+    return float(most_tokens_in_flight(order, tokens_U)[0])

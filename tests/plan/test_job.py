@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts of jobs: what divides what, and which ranks may share."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebalance_megatron.config import ConfigError
-from sparsebalance_megatron.plan.job import Job, check_cp_sizes, default_max_cp_size, whole_parts
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.plan.job import Job, check_cp_sizes, max_cp_size, whole_parts
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 4))
@@ -44,7 +46,8 @@ def test_samples_divide_or_are_told() -> None:
 def test_ranks_that_may_share_by_default(
     ranks: int, cp_size: int, per_node: int, most: int
 ) -> None:
-    assert default_max_cp_size(ranks, cp_size, per_node) == most
+    job = replace(Job.even(layers=2, ranks=ranks, stages=1), context_parallel_size=cp_size)
+    assert max_cp_size(job, SparseBalanceConfig(), per_node) == most
 
 
 @pytest.mark.parametrize(

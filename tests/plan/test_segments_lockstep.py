@@ -17,13 +17,13 @@ from plan.plan_cases import (
     planned_no_slower,
     random_lengths,
     step_inputs,
+    tokens_in_flight,
     with_experts_part,
 )
 
 from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
-from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.segments import PlacedSegments, row_cuts
 from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
@@ -86,8 +86,7 @@ def test_one_long_sample_is_cut_with_its_group_and_the_step_gets_shorter():
     # The other members' segments may be shorter than the least of one rank.
     assert min(each.segment_tokens(BLOCK).min() for each in row) < 2**16 / 8
     for rank in range(4):
-        tokens = [each.segment_tokens(BLOCK) for each in plan.for_rank(rank).micro_batches]
-        assert most_tokens_in_flight(tokens, STAGES) <= 2**16 + 2 * 5000
+        assert tokens_in_flight(plan, rank, BLOCK, STAGES) <= 2**16 + 2 * 5000
 
 
 def random_rows(seed, segments):

@@ -17,6 +17,7 @@ from plan.plan_cases import (
     random_cp_sizes,
     random_lengths,
     step_inputs,
+    tokens_in_flight,
 )
 
 from sparsebalance_megatron.cost.exchange import Exchange
@@ -25,7 +26,7 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.context_groups import first_places, most_segments
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
-from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
 from sparsebalance_megatron.plan.segments import PlacedSegments, Places, row_cuts
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -229,18 +230,5 @@ def test_two_long_samples_on_four_ranks_are_shared_and_cut():
         for fewer in ({"max_segments": 1}, {"context_parallel": "static"})
     )
     assert plan.expectation.makespan_ms < 0.85 * least_ms
-    held = [
-        most_tokens_in_flight(
-            [
-                np.pad(each.segment_tokens(64) / each.cp_size, (most - each.segments, 0))
-                for each, most in zip(
-                    plan.for_rank(rank).micro_batches,
-                    plan.schedule_of(rank).most_segments_M,
-                    strict=True,
-                )
-            ],
-            STAGES,
-        )
-        for rank in range(4)
-    ]
+    held = [tokens_in_flight(plan, rank, 64, STAGES) for rank in range(4)]
     assert max(held) <= 2**17 + 2 * 3000

@@ -77,17 +77,6 @@ def checkpoints(directory: Path, whole: TrainingRun) -> Path:
     return checkpoints
 
 
-def test_a_start_that_fails_on_every_rank_names_its_cause(documents: Path) -> None:
-    run = train(
-        *(2, documents, "--sparse-balance-max-context-parallel", "2"),
-        environment={"GLOO_SOCKET_IFNAME": "nosuch0"},
-        timeout_s=ENDS_WITHIN_S,
-    )
-    assert run.exit_code == 1
-    assert re.search("by RuntimeError: .*nosuch0; set GLOO_SOCKET_IFNAME", run.output)
-    assert "look at the network" not in run.output
-
-
 def test_wall_clocks_that_jump_change_nothing(directory: Path, whole: TrainingRun) -> None:
     """Two hours back and forth, on one rank: what is measured and waited for is not by them."""
     run = _train(

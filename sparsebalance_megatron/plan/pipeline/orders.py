@@ -327,19 +327,15 @@ def meeting_order(segments_RM: np.ndarray, cp_sizes_RM: np.ndarray, stages: int)
     return replace(order, inputs=tuple(inputs))
 
 
-def most_tokens_in_flight(tokens_MU: Sequence[np.ndarray], stages: int) -> int:
-    """Tokens of segments whose backward has not ended, at most, on a stage of
-    :class:`SegmentedSchedule`.
+def most_tokens_in_flight(order: PipelineOrder, tokens_U: np.ndarray) -> np.ndarray:
+    """[..., P] tokens of chunk forwards whose backward has not ended, at most, on each stage.
 
-    Args:
-        tokens_MU: of every segment of every micro-batch, in the order in which they run.
-        stages: from this one to the last.
+    ``tokens_U``: [..., U] of every segment of every micro-batch.
     """
-    forward_U = np.concatenate(tokens_MU)
-    backward_U = np.concatenate([tokens_U[::-1] for tokens_U in tokens_MU])
-    ahead = stages - 1 + max(map(len, tokens_MU)) - 1
-    gone_U = np.concatenate([np.zeros(ahead, dtype=np.int64), np.cumsum([0, *backward_U])])
-    return int((np.cumsum(forward_U) - gone_U[: len(forward_U)]).max())
+    tokens_PO = tokens_U[..., order.on_stage_PO % tokens_U.shape[-1]]
+    is_forward_PO = order.on_stage_PO < order.on_stage_PO.size // 2
+    held_PO = np.where(is_forward_PO, tokens_PO, -tokens_PO).cumsum(axis=-1)
+    return np.asarray(held_PO.max(axis=-1))
 
 
 def _forwards_ahead(

@@ -34,7 +34,7 @@ import numpy as np
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups, meeting_groups
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, rounded_ms
-from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
+from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.annealing import shaped_orders
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, SearchEffort
@@ -219,19 +219,16 @@ class SegmentSearch:
         return SEGMENT_COST * 2 * self._problem.job.pipeline_stages * segments
 
     def _tokens_in_flight(self, rows: Sequence[tuple[Cut, ...]]) -> int:
-        """On the first stage of the fullest pipeline. Those that meet keep one order, in which
-        a micro-batch of fewer segments leaves out the first."""
-        most = [max(len(cut.tokens_U) for cut in row) for row in rows]
-        return max(
-            most_tokens_in_flight(
-                [
-                    [0] * (segments - len(cut.tokens_U)) + cut.tokens_U.tolist()
-                    for cut, segments in zip(pipeline, most, strict=True)
-                ],
-                self._problem.job.pipeline_stages,
-            )
-            for pipeline in zip(*rows, strict=True)
-        )
+        """On the first stage of the fullest pipeline."""
+        stages = self._problem.job.pipeline_stages
+        most_M = tuple(max(len(cut.tokens_U) for cut in row) for row in rows)
+        held = []
+        for pipeline in zip(*rows, strict=True):
+            tokens_MU = [cut.tokens_U for cut in pipeline]
+            schedule = SegmentedSchedule(tuple(map(len, tokens_MU)), most_M)
+            order = schedule(stages, len(tokens_MU), 1)
+            held.append(int(most_tokens_in_flight(order, np.concatenate(tokens_MU))[0]))
+        return max(held)
 
     def _cut(self, candidates: Sequence[_Candidate]) -> list[list[tuple[Cut, ...]]]:
         """What the rows of candidates take in each pipeline of their group."""

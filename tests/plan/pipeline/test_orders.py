@@ -3,6 +3,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,14 +13,16 @@ from hypothesis import strategies as st
 from plan.plan_cases import random_cp_sizes
 
 from sparsebalance_megatron.cost.parts import Direction
-from sparsebalance_megatron.errors import PlanError
+from sparsebalance_megatron.errors import ConfigError, PlanError
 from sparsebalance_megatron.plan.context_groups import first_places, most_segments
+from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.orders import (
     MegatronSchedule,
     Operation,
     SegmentedSchedule,
     megatron_order,
     most_tokens_in_flight,
+    order_to_run,
 )
 
 FORWARD, BACKWARD = Direction
@@ -122,25 +125,46 @@ def test_segments_run_in_the_order_of_the_first_stages_of_a_longer_1f1b(pipeline
 def test_tokens_in_flight_are_counted(pipeline, seed):
     stages, segments_M = pipeline
     generator = np.random.default_rng(seed)
-    tokens_MU = [generator.integers(1, 50, segments) for segments in segments_M]
-    assert most_tokens_in_flight(tokens_MU, stages) == _most_held(segments_M, tokens_MU, stages)
-    # Segments that only other ranks have hold nothing.
-    others_M = generator.integers(0, 4, len(segments_M))
-    padded_MU = [
-        np.pad(tokens_U, (more, 0)) for tokens_U, more in zip(tokens_MU, others_M, strict=True)
-    ]
-    most_M = tuple((others_M + segments_M).tolist())
-    held = _most_held(segments_M, tokens_MU, stages, most_M)
-    assert most_tokens_in_flight(padded_MU, stages) == held
+    tokens_U = generator.integers(1, 50, sum(segments_M))
+    first_M = np.cumsum([0, *segments_M])
+    most_M = tuple((generator.integers(0, 4, len(segments_M)) + segments_M).tolist())
+    for schedule in (SegmentedSchedule(segments_M), SegmentedSchedule(segments_M, most_M)):
+        order = schedule(stages, len(segments_M), 1)
+        for operations, found in zip(
+            order.by_stage, most_tokens_in_flight(order, tokens_U), strict=True
+        ):
+            held = most = 0
+            for operation in operations:
+                tokens = int(tokens_U[first_M[operation.micro_batch] + operation.segment])
+                held += tokens if operation.direction is FORWARD else -tokens
+                most = max(most, held)
+            assert found == most
 
 
-def _most_held(segments_M, tokens_MU, stages, most_M=()):
-    held = most = 0
-    for operation in SegmentedSchedule(segments_M, most_M)(stages, len(segments_M), 1).by_stage[0]:
-        tokens = int(tokens_MU[operation.micro_batch][operation.segment])
-        held += tokens if operation.direction is FORWARD else -tokens
-        most = max(most, held)
-    return most
+def test_an_order_that_training_cannot_run_is_refused():
+    """Micro-batches are read by rising position, and a stage of several chunks is Megatron's."""
+
+    def swapped(*sizes):
+        order = megatron_order(*sizes)
+        return replace(order, on_stage_PO=order.on_stage_PO[:, [1, 0, 2, 3]])
+
+    with pytest.raises(PlanError, match="by rising micro-batch"):
+        order_to_run(swapped, 2, 2, 1)
+    with pytest.raises(ConfigError, match="one chunk"):
+        Job(stage_layers=(((0,), (1,)),), data_parallel_size=1, order=swapped)
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "group", "micro_batches", "expected"),
+    [
+        *((4, 1, None, 8, [4, 3, 2, 1]), (4, 1, None, 2, [2, 2, 2, 1]), (1, 1, None, 8, [1])),
+        *((2, 2, None, 8, [5, 3]), (2, 2, 4, 8, [7, 5]), (4, 2, None, 8, [11, 9, 7, 5])),
+        (4, 2, None, 4, [8, 8, 7, 5]),
+    ],
+)
+def test_chunks_in_flight(stages, chunks, group, micro_batches, expected):
+    order = MegatronSchedule(group)(stages, micro_batches, chunks)
+    assert most_tokens_in_flight(order, np.ones(micro_batches)).tolist() == expected
 
 
 @st.composite
