@@ -3,12 +3,12 @@
 
     python benchmarks/attention_rates.py --json attention_rates.json
 
-In this order, each result a line of JSON at once: kernels of dense documents against the reference
-in float64, with an LSE merged from outside, in 200 repeats, and beside a document of NaN; dense
-attention of all tokens in 1, 16 and 64 documents by every kernel; lists of 8, 32 and 128 blocks; 50
-packed layouts of varying documents, first call and steady state. Then verdicts: whether
-FlashAttention-4 takes at most 0.77 of torch's time for dense documents, and at most 0.8 of Triton's
-for lists.
+In this order, each result a line of JSON at once: kernels of dense documents, and FlashAttention-4
+over lists of all blocks, against the reference in float64, with an LSE merged from outside, in 200
+repeats, and beside a document of NaN; dense attention of all tokens in 1, 16 and 64 documents by
+every kernel; lists of 8, 32 and 128 blocks; 50 packed layouts of varying documents, first call and
+steady state. Then verdicts: whether FlashAttention-4 takes at most 0.77 of torch's time for dense
+documents, and at most 0.8 of Triton's for lists.
 
 ``--device cpu`` runs all of it on few tokens, to check the benchmark.
 """
@@ -43,6 +43,8 @@ from sparsebalance_megatron.attention.selection import Selection
 MOST_OF_TORCH, MOST_OF_TRITON = 0.77, 0.8
 BLOCK_SIZE = 256
 REPEATS = 200
+LISTS = "fa4 lists"
+"""Lists of all blocks, as a kernel of whole documents."""
 Found = dict[str, Any]
 
 
@@ -89,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def right_steps(bench: Bench) -> Iterator[Callable[[], Found]]:
     for name, boundaries in itertools.product(
-        DENSE_KERNELS, ((0, 1000, 1003, 3000, 4096), (0, 128, 129, 700))
+        (*DENSE_KERNELS, LISTS), ((0, 1000, 1003, 3000, 4096), (0, 128, 129, 700))
     ):
         yield lambda name=name, cut=boundaries: right(name, cut, bench)
 
@@ -101,9 +103,14 @@ def right(kernel: str, boundaries: tuple[int, ...], bench: Bench) -> Found:
     case = Case(tokens=boundaries[-1], block_size=BLOCK_SIZE, budget=1, skewed=False)
     inputs = inputs_of(case, bench.shape, bench.device, bench.dtype)
     found: Found = {"case": "right", "kernel": kernel, "boundaries": boundaries}
-    if obstacle := _obstacle(kernel, inputs, layout):
-        return found | {"left out": obstacle}
     everything = Selection.of_everything(LayoutPair.within(layout), bench.shape.kv_heads)
+    obstacle = (
+        KERNELS["fa4"].obstacle(inputs[0], inputs[2], everything)
+        if kernel == LISTS
+        else _obstacle(kernel, inputs, layout)
+    )
+    if obstacle:
+        return found | {"left out": obstacle}
     # A sink merges another part's LSE into what backward is given.
     sink_H = torch.linspace(-1.0, 3.0, bench.shape.query_heads, device=bench.device)
     how = {"softmax_scale": bench.shape.softmax_scale, "sink_H": sink_H}
@@ -116,6 +123,8 @@ def right(kernel: str, boundaries: tuple[int, ...], bench: Bench) -> Found:
         return [x.detach().double() for x in (*outputs, *gradients)]
 
     def ask(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if kernel == LISTS:
+            return block_sparse_attention(q, k, v, everything, implementation="fa4", **how)
         return dense_attention(q, k, v, layout, kernel=kernel, **how)
 
     exact = run(

@@ -56,20 +56,6 @@ class Selection:
     columns: ColumnLists | None = None
 
     @classmethod
-    def within(
-        cls, layout: PackedLayout, *, indices_QCK: Tensor, counts_QC: Tensor, by_token: bool
-    ) -> "Selection":
-        """A selection whose queries and keys lie in the same sequence."""
-        return cls(
-            indices_QCK=indices_QCK,
-            counts_QC=counts_QC,
-            by_token=by_token,
-            query_layout=layout,
-            kv_layout=layout,
-            own_block_N=layout.number_N,
-        )
-
-    @classmethod
     def of_documents(
         cls, query_layout: PackedLayout, kv_layout: PackedLayout | None = None
     ) -> "Selection":
@@ -101,23 +87,13 @@ class Selection:
             own_block_N=own_N,
         )
 
-    @classmethod
-    def of_tensors(
-        cls,
-        tensors: Sequence[Tensor],
-        *,
-        by_token: bool,
-        query_layout: PackedLayout,
-        kv_layout: PackedLayout,
-    ) -> "Selection":
-        """A selection from what :meth:`tensors` gave, and what it does not give."""
+    def with_tensors(self, tensors: Sequence[Tensor]) -> "Selection":
+        """Other lists and own blocks in place of its own, as :meth:`tensors` gives them."""
         indices_QCK, counts_QC, own_block_N, *columns = tensors
-        return cls(
+        return replace(
+            self,
             indices_QCK=indices_QCK,
             counts_QC=counts_QC,
-            by_token=by_token,
-            query_layout=query_layout,
-            kv_layout=kv_layout,
             own_block_N=own_block_N,
             columns=ColumnLists(tokens_NGK=columns[0], counts_NG=columns[1]) if columns else None,
         )
@@ -125,27 +101,18 @@ class Selection:
     def of_head(self, head: int, heads: int) -> "Selection":
         """The lists of one of ``heads`` heads: of a KV head, or of each head that selects."""
         lists = self.counts_QC.shape[1] // heads
-        some, columns = slice(head * lists, (head + 1) * lists), self.columns
-        if columns is not None:
-            columns = ColumnLists(
-                tokens_NGK=columns.tokens_NGK[:, some], counts_NG=columns.counts_NG[:, some]
-            )
-        return replace(
-            self,
-            indices_QCK=self.indices_QCK[:, some],
-            counts_QC=self.counts_QC[:, some],
-            columns=columns,
-        )
+        some = slice(head * lists, (head + 1) * lists)
+        return self.with_tensors([x[:, some] if x.ndim > 1 else x for x in self.tensors()])
 
     def without_first(self, rows: int) -> "Selection":
         """The selection with empty lists for the first rows, blocks or tokens as they select."""
-        counts_QC, columns = self.counts_QC.clone(), self.columns
-        counts_QC[:rows] = 0
-        if columns is not None:
-            counts_NG = columns.counts_NG.clone()
-            counts_NG[:rows] = 0
-            columns = replace(columns, counts_NG=counts_NG)
-        return replace(self, counts_QC=counts_QC, columns=columns)
+        tensors = list(self.tensors())
+        for place, x in enumerate(tensors):
+            # Lengths of lists have two dimensions, nothing else has.
+            if x.ndim == 2:
+                tensors[place] = x.clone()
+                tensors[place][:rows] = 0
+        return self.with_tensors(tensors)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Its lists and own blocks as plain tensors."""

@@ -171,8 +171,8 @@ def _attended(
 ) -> tuple[str, list[Tensor]]:
     """Name of the implementation, and out, lse, dq, dk, dv on the host."""
     q_THD, k_TGD, v_TGF, dout_THF = (x.to(layout.block_T.device, copy=True) for x in inputs)
-    tensors, by_token = [x.to(q_THD.device) for x in lists.tensors()], lists.by_token
-    there = Selection.of_tensors(tensors, by_token=by_token, query_layout=layout, kv_layout=layout)
+    there = lists.with_tensors([x.to(q_THD.device) for x in lists.tensors()])
+    there = replace(there, query_layout=layout, kv_layout=layout)
     qkv = q_THD.requires_grad_(), k_TGD.requires_grad_(), v_TGF.requires_grad_()
     kernel: Any = checked_kernel(*qkv, there, config.attention)
     outputs = block_sparse_attention(

@@ -61,7 +61,7 @@ def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) ->
     model = fit_cost_model(table)
     for doubt in doubts(table, model):
         warnings.warn(doubt, stacklevel=3)
-    return model.with_dense_attention
+    return model
 
 
 @contextmanager
@@ -264,9 +264,7 @@ def doubts(table: CostTable, model: CostModel) -> tuple[str, ...]:
         for (part, direction), error in fit_errors(model, table).items()
         if error.median > _DOUBTFUL_ERROR
     ]
-    unmeasured = [] if Part.DENSE_ATTENTION in model.forward_ms else [Part.DENSE_ATTENTION.value]
     found = {
-        "not measured, so counted as sparse attention of as many block pairs": unmeasured,
         "measured at one size only, so that times at any other are a guess": single,
         "times do not grow as work does; the fit is off, at the median, in": off,
     }

@@ -203,25 +203,6 @@ class CostModel:
             source=self.source.replace(str(self.efficiency), str(own)),
         )
 
-    @property
-    def with_dense_attention(self) -> "CostModel":
-        """A model that knows dense attention: if not measured, it costs what as many block pairs of
-        sparse attention do, without a router."""
-        if Part.DENSE_ATTENTION in self.forward_ms:
-            return self
-        pairs, visible = FEATURES.index("block_pairs"), FEATURES.index("visible_block_pairs")
-        rows = []
-        for direction in Direction:
-            row = self.coefficients_ms(Part.ATTENTION, direction)
-            row[visible], row[pairs] = row[visible] + row[pairs], 0.0
-            rows.append({Part.DENSE_ATTENTION: tuple(row.tolist())})
-        forward, backward = rows
-        return replace(
-            self,
-            forward_ms={**self.forward_ms, **forward},
-            backward_ms={**self.backward_ms, **backward},
-        )
-
     @classmethod
     def analytic(
         cls,

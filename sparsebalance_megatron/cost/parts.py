@@ -36,9 +36,8 @@ class Direction(StrEnum):
 
 NEVER_TIMED = frozenset({(Part.ROUTER, Direction.BACKWARD)})
 """Selection carries no gradient, so a table without these rows is complete and their cost is 0."""
-OF_EVERY_MODEL = tuple(part for part in Part if part not in (Part.DENSE_ATTENTION, Part.EXPERTS))
-"""Parts that every table has times of; of experts only where the model has them, and of dense
-attention unless an earlier release measured it."""
+OF_EVERY_MODEL = tuple(part for part in Part if part is not Part.EXPERTS)
+"""Parts that every table has times of; of experts only where the model has them."""
 
 
 OperationMs = Annotated[float, Meta(ge=0.0, le=1e7)]

@@ -195,7 +195,7 @@ class BudgetedCoreAttention(MegatronModule):
         q_THD, k_TGD, v_TGF = (
             (x if x.ndim == 3 else x[:, 0])[:tokens] for x in (query, key, value)
         )
-        if context.sequence is not None and context.sequence.group.lists_by_heads:
+        if context.sequence is not None and context.sequence.has_whole_documents:
             of_member = partial(self._attend, context=context.of_member)
             out_T = context.travelling.attend((q_THD, k_TGD, v_TGF), of_member).flatten(1)
         else:
@@ -285,7 +285,7 @@ class BudgetedCoreAttention(MegatronModule):
         exchanged: in segments, where heads do not travel, and where a rank would have nothing of
         the others."""
         sequence = context.sequence
-        if sequence is None or (sequence.ranks is None and sequence.group.members == 1):
+        if sequence is None:
             return False
         if sequence.ranks is not None or not sequence.group.shares_heads:
             return True

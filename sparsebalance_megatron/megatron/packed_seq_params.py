@@ -180,11 +180,13 @@ class LocalMicroBatch:
         padding_T = torch.arange(tokens, device=self.budgets_LS.device) >= self.sample_tokens
         return padding_T if self.sequence is None else self.sequence.cut(padding_T, padding=True)
 
-    def exchange(self, layer: int) -> SequenceExchange | None:
+    def exchange(self, layer: int) -> SequenceExchange:
         """Exchange that brings other keys and values to a layer of a slice."""
         if self.segments is not None:
             return self.segments.of_layer(layer)
-        return None if self.sequence is None else self.sequence.group.exchange
+        exchange = None if self.sequence is None else self.sequence.group.exchange
+        assert exchange is not None, "ranks that share a sequence have an exchange"
+        return exchange
 
     def plain_params(self, documents: int) -> PackedSeqParams:
         """Plain parameters of the first documents of the packed sequence, in the thd layout; made

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
+from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostRow
 from sparsebalance_megatron.megatron.timing import Clock
 
@@ -86,7 +86,11 @@ def plan_cells(
     Attention runs at powers of four, at the base budget, and at all blocks where that is
     affordable, sparse and dense; other parts run at the base budget only.
     """
-    parts = (*OF_EVERY_MODEL, *((Part.EXPERTS,) if has_experts else ()))
+    parts = tuple(
+        part
+        for part in Part
+        if part is not Part.DENSE_ATTENTION and (has_experts or part is not Part.EXPERTS)
+    )
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
     cuts += [_cut(max(cuts)[0] // 2, documents) for documents in thoroughness.documents]
     cells, measured_densely = [], 0

@@ -7,6 +7,7 @@ Shape legend: F of values, h hidden size.
 """
 
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -24,11 +25,10 @@ from sparsebalance_megatron.attention.api import (
     dense_kernel,
 )
 from sparsebalance_megatron.attention.kernels import fa4_lists
-from sparsebalance_megatron.attention.kernels.contract import Attention, Saved, wide_dtype
+from sparsebalance_megatron.attention.kernels.contract import wide_dtype
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.earlier_segments import segment_slice
-from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup, SequenceSlice
 from sparsebalance_megatron.config import (
     AttentionImplementation,
@@ -409,28 +409,26 @@ def measured_exchanges(
 def _exchange(
     config: Any, group: SequenceGroup, tokens: int, block_size: int, device: torch.device
 ) -> Timed:
-    """Forward and backward of a sequence of one document, whose attention costs nothing."""
-    assert group.exchange is not None, "a group of several members has an exchange"
+    """Forward and backward of a sequence of one document, without attention."""
+    exchange = group.exchange
+    assert exchange is not None, "a group of several members has an exchange"
     held = SequenceSlice.dealt((0, tokens), group, block_size=block_size, device=device)
-    groups, tokens = config.num_query_groups, held.local_layout.tokens
-    ones = partial(torch.ones, dtype=config.params_dtype, device=device, requires_grad=True)
-    q_THD, k_TGD, v_TGF = qkv = tuple(ones(tokens, *shape) for shape in _head_shapes(config))
-    selection = Selection(
-        indices_QCK=held.layouts.own_block_N.int()[:, None, None].repeat(1, groups, 1),
-        counts_QC=torch.ones((held.local_layout.blocks, groups), dtype=torch.int32, device=device),
-        by_token=False,
-        query_layout=held.local_layout,
-        kv_layout=held.whole_layout,
-        own_block_N=held.layouts.own_block_N,
-    )
-    kernel = ExchangingKernel(exchange=group.exchange, sequence=held, kernel=_NoAttention())
+    ones, tokens = partial(torch.ones, dtype=config.params_dtype, device=device), len(held.tokens_T)
+    k_TGD, v_TGF = (ones(tokens, *shape) for shape in _head_shapes(config)[1:])
+    given = k_TGD, v_TGF, Selection.of_documents(held.local_layout, held.whole_layout), held
 
-    def forward() -> Tensor:
-        out_THF, _ = Attention.apply(q_THD, k_TGD, v_TGF, None, selection, 1.0, kernel)
-        return out_THF
+    def forward() -> None:
+        deque(exchange.parts(*given), maxlen=0)
 
-    gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])
-    return Timed(forward=forward, backward=backward_from(gradient_THF, inputs=qkv))
+    def backward(_: None) -> None:
+        gradients = exchange.gradients(config.params_dtype, held)
+        for part in exchange.parts(*given):
+            gradients.add(
+                torch.cat((part.k_TGD, part.v_TGF), 2).to(wide_dtype(config.params_dtype))
+            )
+        gradients.result()
+
+    return Timed(forward=forward, backward=backward)
 
 
 def _timed_rows(
@@ -461,19 +459,3 @@ def _timed_rows(
         )
         for bytes_per_token, times_ms in zip(per_token, slowest_ms.T, strict=True)
     ]
-
-
-class _NoAttention:
-    """A kernel that reads nothing."""
-
-    def forward(
-        self, q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, *_: Any, **scale: Any
-    ) -> tuple[Tensor, Tensor]:
-        out_THF = q_THD[..., :1].expand(-1, -1, v_TGF.shape[2])
-        return out_THF, q_THD.new_zeros(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
-
-    def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        return dout_THF[..., :1].expand_as(saved.q_THD), saved.k_TGD, saved.v_TGF
-
-    def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
-        return None

@@ -222,6 +222,14 @@ def with_lists(case: Case, indices_QCK: Tensor, counts_QC: Tensor) -> Case:
     return dataclasses.replace(case, selection=changed)
 
 
+def lists_within(
+    layout: PackedLayout, indices_QCK: Tensor, counts_QC: Tensor, *, by_token: bool
+) -> Selection:
+    """A selection whose queries and keys lie in the same sequence."""
+    lists = {"indices_QCK": indices_QCK, "counts_QC": counts_QC, "by_token": by_token}
+    return dataclasses.replace(Selection.of_documents(layout), **lists)
+
+
 def with_columns(case: Case, tokens_NGK: Tensor, counts_NG: Tensor) -> Case:
     columns = ColumnLists(tokens_NGK=tokens_NGK, counts_NG=counts_NG)
     selection = dataclasses.replace(case.selection, columns=columns)
@@ -261,9 +269,8 @@ def on_device(selection: Selection, device: str) -> Selection:
         for layout in (selection.query_layout, selection.kv_layout)
     )
     same = selection.query_layout is selection.kv_layout
-    return Selection.of_tensors(
-        [x.to(device) for x in selection.tensors()],
-        by_token=selection.by_token,
+    return dataclasses.replace(
+        selection.with_tensors([x.to(device) for x in selection.tensors()]),
         query_layout=query_layout,
         kv_layout=query_layout if same else kv_layout,
     )

@@ -16,7 +16,7 @@ from sparsebalance_megatron.cost.dense_length import (
     dense_length_line,
     with_dense_length,
 )
-from sparsebalance_megatron.cost.fit import configured_cost_model, measured_cost_model
+from sparsebalance_megatron.cost.fit import configured_cost_model
 from sparsebalance_megatron.cost.model import CostModel, Efficiency
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
@@ -171,16 +171,3 @@ def test_what_a_table_was_measured_with_runs(tmp_path: Path, measure) -> None:
 def test_what_is_no_length(text: str) -> None:
     with pytest.raises(ConfigError, match=r"-dense-up-to .*must be auto, or a num"):
         SparseBalanceConfig(dense_up_to=text)
-
-
-def test_a_table_without_dense_times_counts_them_and_says_so(tmp_path: Path, measure) -> None:
-    table = measure()
-    rows = tuple(row for row in table.rows if row.part != Part.DENSE_ATTENTION)
-    replace(table, rows=rows).save(tmp_path / "table.json")
-    with pytest.warns(UserWarning, match="not measured, so counted as sparse .*dense_attention"):
-        cost = measured_cost_model(tmp_path / "table.json", {})
-    for direction in Direction:
-        row = features([5000], 1 << 20, cost.block_size, cost.work)
-        assert predict_ms(cost, Part.DENSE_ATTENTION, direction, row) == pytest.approx(
-            predict_ms(cost, Part.ATTENTION, direction, row)
-        )

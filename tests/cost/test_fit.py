@@ -140,6 +140,17 @@ def test_heads_travel_for_lists_where_that_is_shorter() -> None:
     assert [cp for cp in (2, 4, 8) if many.lists_by_heads(cp)] == [2, 4]
 
 
+def test_heads_that_cannot_be_divided_are_named() -> None:
+    def obstacle(cp_size: int, query_heads: int, kv_heads: int) -> str:
+        heads = Exchange(query_heads=query_heads, kv_heads=kv_heads, heads_within=4)
+        return str(heads.heads_obstacle(cp_size))
+
+    assert obstacle(4, 8, 2) == obstacle(2, 8, 4) == "None"
+    assert "6 query heads" in obstacle(4, 6, 2)
+    assert "3 KV heads" in obstacle(2, 6, 3)
+    assert "4 ranks at most" in obstacle(8, 8, 8)
+
+
 def test_measured_exchanges_give_the_time_of_a_byte(measure: Callable[..., CostTable]) -> None:
     """Relative errors count: the time lies between those of the two measurements."""
     assert fit_cost_model(measure()).exchange.ms_per_byte == ms_per_byte(45.0)

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import cutlass.utils
 import torch
-from attention.cases import SCALE, saved
+from attention.cases import SCALE, lists_within, saved
 from fake_cuda import CUDA, NoTraffic, fake_cuda
 from flash_attn.cute import interface, tile_scheduler
 
@@ -76,7 +76,7 @@ def lists(lengths: list[int], kv_heads: int, budget: int) -> Selection:
     layout = layout_of(lengths)
     indices = torch.empty(layout.blocks, kv_heads, budget, dtype=torch.int16, device=CUDA)
     counts = torch.empty(layout.blocks, kv_heads, dtype=torch.int32, device=CUDA)
-    return Selection.within(layout, indices_QCK=indices, counts_QC=counts, by_token=False)
+    return lists_within(layout, indices, counts, by_token=False)
 
 
 def compiled() -> int:

@@ -96,11 +96,7 @@ def _past_blocks(
     q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, softmax_scale: float
 ) -> "list[GatheredLists]":
     """Past blocks, and columns where there are any."""
-    own_NG, columns = own_listed_QC(selection), selection.columns
-    # The own block comes first, and is left out.
-    lists_NGK = selection.indices_QCK.int()
-    lists_NGK = torch.where(own_NG[..., None], pad(lists_NGK[..., 1:], (0, 1), value=-1), lists_NGK)
-    counts_NG = selection.counts_QC - own_NG.to(selection.counts_QC.dtype)
+    columns, (_, lists_NGK, counts_NG) = selection.columns, without_own_blocks(selection)
 
     def part(lists_NGK: Tensor, counts_NG: Tensor, units: PackedLayout | None) -> GatheredLists:
         lists = lists_NGK, counts_NG, selection.query_layout, units
@@ -272,6 +268,13 @@ def own_listed_QC(selection: Selection) -> Tensor:
     if selection.by_token:
         own_Q = own_Q[selection.query_layout.block_T]
     return (selection.indices_QCK[..., 0] == own_Q[:, None]) & (selection.counts_QC > 0)
+
+
+def without_own_blocks(selection: Selection) -> tuple[Tensor, Tensor, Tensor]:
+    """Whether lists have own blocks, which come first, and lists without them and their lengths."""
+    own_QC, lists_QCK = own_listed_QC(selection), selection.indices_QCK.int()
+    lists_QCK = lists_QCK.where(~own_QC[..., None], pad(lists_QCK[..., 1:], (0, 1), value=-1))
+    return own_QC, lists_QCK, selection.counts_QC - own_QC.int()
 
 
 def gathered(x_XE: Tensor, rows_AI: Tensor) -> Tensor:

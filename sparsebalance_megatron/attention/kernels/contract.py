@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from sparsebalance_megatron.attention.device import undisturbed
 from sparsebalance_megatron.attention.selection import Selection
 
+_NOTHING = torch.empty(0)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Saved:
@@ -87,8 +89,7 @@ class Attention(torch.autograd.Function):
         # Lists are saved as tensors, so that recomputation and offloading can let go of them.
         tensors = q_THD, k_TGD, v_TGF, out_THF, lse_TH, sink_H
         ctx.save_for_backward(*tensors, *selection.tensors())
-        ctx.by_token = selection.by_token
-        ctx.layouts = selection.query_layout, selection.kv_layout
+        ctx.selection = selection.with_tensors([_NOTHING] * 3)
         ctx.softmax_scale, ctx.kernel = softmax_scale, kernel
         ctx.mark_non_differentiable(lse_TH)
         return out_THF, lse_TH
@@ -97,17 +98,13 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_THF: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_TGD, v_TGF, out_THF, lse_TH, sink_H, *lists = ctx.saved_tensors
-        query_layout, kv_layout = ctx.layouts
-        selection = Selection.of_tensors(
-            lists, by_token=ctx.by_token, query_layout=query_layout, kv_layout=kv_layout
-        )
         saved = Saved(
             q_THD=q_THD,
             k_TGD=k_TGD,
             v_TGF=v_TGF,
             out_THF=out_THF,
             lse_TH=lse_TH,
-            selection=selection,
+            selection=ctx.selection.with_tensors(lists),
             softmax_scale=ctx.softmax_scale,
         )
         with undisturbed(dout_THF.device):

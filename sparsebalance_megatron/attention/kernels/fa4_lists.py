@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from sparsebalance_megatron.attention.device import aligned
 from sparsebalance_megatron.attention.kernels import fa4
+from sparsebalance_megatron.attention.kernels.blocks import without_own_blocks
 from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
@@ -37,19 +38,12 @@ _MOST_TOKENS = 1 << 20
 def tile_lists(selection: Selection, tile: int) -> list[Tensor]:
     """Of every block of queries the number of partial entries [G, 1, N], these [G, 1, N, L], and
     the same of full ones; int32, undefined past a list's end."""
-    indices_NGK, counts_NG = selection.indices_QCK, selection.counts_QC
-    own_N1, tiles = selection.own_block_N[:, None], selection.kv_layout.block_size // tile
-    # The own block is the first of a list that has it.
-    own_NG = ((indices_NGK[..., 0] == own_N1) & (counts_NG > 0)).int()
-    past_NGK = indices_NGK.where(own_NG[..., None] == 0, pad(indices_NGK[..., 1:], (0, 1)))
-    lists = []
-    for number_NG, blocks_NGK in (
-        (own_NG, own_N1[..., None].expand(-1, indices_NGK.shape[1], 1)),
-        (counts_NG - own_NG, past_NGK),
-    ):
-        first_NGK1 = blocks_NGK[..., None].int() * tiles
-        entries_NGL = (first_NGK1 + torch.arange(tiles, device=own_N1.device)).flatten(2)
-        lists += [number_NG * tiles, entries_NGL]
+    own_NG, past_NGK, past_NG = without_own_blocks(selection)
+    own_NGK = selection.own_block_N[:, None, None].expand(*own_NG.shape, 1)
+    tiles = selection.kv_layout.block_size // tile
+    place_L, lists = torch.arange(tiles, device=own_NG.device), []
+    for number_NG, blocks_NGK in ((own_NG, own_NGK), (past_NG, past_NGK)):
+        lists += [number_NG * tiles, (blocks_NGK[..., None] * tiles + place_L).flatten(2)]
     return [x.transpose(0, 1)[:, None].int().contiguous() for x in lists]
 
 
@@ -71,28 +65,24 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Attend over the lists; see :class:`.contract.Kernel`."""
     queries, keys, heads = selection.query_layout, selection.kv_layout, k_TGD.shape[1]
-    tile = _tile(q_THD.device)
     out_GZHF, lse_GHZ, *_ = fa4.interface()._flash_attn_fwd(
         *(_placed(x, at, heads) for x, at in ((q_THD, queries), (k_TGD, keys), (v_TGF, keys))),
         softmax_scale=softmax_scale,
         return_lse=True,
-        **_listed(tile_lists(selection, tile), queries.block_size, tile),
+        **_lists(selection, by_key=False),
     )
     return _packed(out_GZHF, queries), _packed(lse_GHZ.transpose(1, 2), queries)
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    selection, heads, tile = saved.selection, saved.k_TGD.shape[1], _tile(dout_THF.device)
-    queries, keys = selection.query_layout, selection.kv_layout
+    queries, keys = saved.selection.query_layout, saved.selection.kv_layout
     inputs = saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF, dout_THF
-    layouts = queries, keys, keys, queries, queries
-    tiles = keys.blocks * (keys.block_size // tile)
-    lists = transposed(tile_lists(selection, tile), tiles)
+    layouts, heads = (queries, keys, keys, queries, queries), saved.k_TGD.shape[1]
     gradients = fa4.interface()._flash_attn_bwd(
         *(_placed(x, at, heads) for x, at in zip(inputs, layouts, strict=True)),
         _placed(saved.lse_TH, queries, heads).transpose(1, 2).contiguous(),
         softmax_scale=saved.softmax_scale,
-        **_listed(lists, queries.block_size, tile),
+        **_lists(saved.selection, by_key=True),
     )
     dq, dk, dv = (_packed(x, at) for x, at in zip(gradients, layouts[:3], strict=True))
     return dq, dk, dv
@@ -133,13 +123,15 @@ def _packed(x_GZH: Tensor, layout: PackedLayout) -> Tensor:
     return layout.from_blocks(x_NB[:, : layout.block_tokens])
 
 
-def _listed(lists: Sequence[Tensor], block_size: int, tile: int) -> dict[str, Any]:
-    """Lists and mask, as both functions take them."""
-    tensors, mask = of_lists(block_size)
-    return {
-        "mask_mod": mask,
-        "block_sparse_tensors": tensors(*lists, block_size=(block_size, tile)),
-    }
+def _lists(selection: Selection, *, by_key: bool) -> dict[str, Any]:
+    """Lists and mask, as both functions take them: of queries, or transposed."""
+    layout, tile = selection.kv_layout, _tile(selection.own_block_N.device)
+    lists = tile_lists(selection, tile)
+    if by_key:
+        lists = transposed(lists, layout.blocks * (layout.block_size // tile))
+    tensors, mask = of_lists(layout.block_size)
+    sparse = tensors(*lists, block_size=(layout.block_size, tile))
+    return {"mask_mod": mask, "block_sparse_tensors": sparse}
 
 
 @cache

@@ -6,7 +6,6 @@ all members, padded to as many as the longest has.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,21 +13,6 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.slice import Part, SequenceSlice
-
-
-@dataclass(frozen=True, kw_only=True)
-class InFlight:
-    """Transfers under way. What is sent must not change before :meth:`wait`."""
-
-    sent: Tensor
-    received: Tensor
-    works: Sequence[dist.Work]
-
-    def wait(self) -> Tensor:
-        """Received tensors; on CUDA the stream waits, not the host."""
-        for work in self.works:
-            work.wait()
-        return self.received
 
 
 class AllGatherExchange:
@@ -88,7 +72,10 @@ class AllGatherExchange:
         kv_heads = k_TGD.shape[1]
         in_flight = self._gather(k_TGD[:, 0], v_TGF[:, 0], sequence)
         for head in range(kv_heads):
-            kv_TE = in_flight.wait().index_select(0, sequence.gathered_T)
+            received_ZE, work, _ = in_flight
+            # On CUDA the stream waits, not the host.
+            work.wait()
+            kv_TE = received_ZE.index_select(0, sequence.gathered_T)
             if head + 1 < kv_heads:
                 in_flight = self._gather(k_TGD[:, head + 1], v_TGF[:, head + 1], sequence)
             k_head_TGD, v_head_TGF = kv_TE[:, None].split([k_TGD.shape[2], v_TGF.shape[2]], 2)
@@ -102,7 +89,10 @@ class AllGatherExchange:
     def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> "_ScatteredHeads":
         return _ScatteredHeads(self._group, dtype, sequence)
 
-    def _gather(self, k_TD: Tensor, v_TF: Tensor, sequence: SequenceSlice) -> InFlight:
+    def _gather(
+        self, k_TD: Tensor, v_TF: Tensor, sequence: SequenceSlice
+    ) -> tuple[Tensor, dist.Work, Tensor]:
+        """What is received once the transfer ends, which keeps what is sent until then."""
         (tokens, key_dim), (_, value_dim) = k_TD.shape, v_TF.shape
         longest = max(sequence.tokens_per_member)
         # What lies past the end of a member with fewer tokens travels, and is not read.
@@ -111,7 +101,7 @@ class AllGatherExchange:
         received_ZE = k_TD.new_empty(sequence.group.members * longest, key_dim + value_dim)
         work = dist.all_gather_into_tensor(received_ZE, sent, self._group, async_op=True)
         assert work is not None, "this rank is outside the process group"
-        return InFlight(sent=sent, received=received_ZE, works=[work])
+        return received_ZE, work, sent
 
 
 class _ScatteredHeads:
@@ -123,7 +113,7 @@ class _ScatteredHeads:
     ) -> None:
         self._group, self._dtype, self._sequence = group, dtype, sequence
         self._heads: list[Tensor] = []
-        self._in_flight: InFlight | None = None
+        self._in_flight: tuple[Tensor, dist.Work, Tensor] | None = None
 
     def add(self, dkv_TGE: Tensor) -> None:
         self._receive()
@@ -134,7 +124,7 @@ class _ScatteredHeads:
         received = sent.new_empty(longest, *shape)
         work = dist.reduce_scatter_tensor(received, sent, group=self._group, async_op=True)
         assert work is not None, "this rank is outside the process group"
-        self._in_flight = InFlight(sent=sent, received=received, works=[work])
+        self._in_flight = received, work, sent
 
     def result(self) -> Tensor:
         self._receive()
@@ -142,6 +132,7 @@ class _ScatteredHeads:
 
     def _receive(self) -> None:
         if self._in_flight is not None:
-            own_TGE = self._in_flight.wait()[: len(self._sequence.tokens_T)]
-            self._heads.append(own_TGE.to(self._dtype))
+            received, work, _ = self._in_flight
+            work.wait()
+            self._heads.append(received[: len(self._sequence.tokens_T)].to(self._dtype))
             self._in_flight = None

@@ -10,11 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.api import (
-    block_sparse_attention,
-    check_dense,
-    checked_kernel,
-)
+from sparsebalance_megatron.attention.api import check_dense, checked_kernel
 from sparsebalance_megatron.attention.kernels.contract import (
     Attention,
     Kernel,
@@ -36,7 +32,7 @@ def sequence_attention(
     selection: Selection,
     sequence: SequenceSlice,
     *,
-    exchange: SequenceExchange | None,
+    exchange: SequenceExchange,
     softmax_scale: float,
     implementation: AttentionImplementation = "auto",
     dense_documents: int = 0,
@@ -51,31 +47,19 @@ def sequence_attention(
 
     Args:
         selection: lists of the slice's queries over the blocks of the sequence.
-        exchange: how other keys and values get here; None where the slice is the whole sequence.
+        exchange: how other keys and values get here.
         dense_documents: so many first documents are attended to densely (:mod:`.pieces`), whatever
             their lists, by ``dense_kernel``; where there are no others, the selection needs none.
-            With an exchange.
 
     Raises:
         ValueError: as :func:`..api.block_sparse_attention`; or the selection belongs to another
-            slice, or the group has several members and no exchange.
+            slice.
     """
     layouts = selection.query_layout, selection.kv_layout
     if layouts[0] is not sequence.local_layout or layouts[1] is not sequence.whole_layout:
         raise ValueError(
             "sequence_attention: the selection was not made for this slice: its layouts must be "
             "the slice's local_layout and whole_layout"
-        )
-    if exchange is None:
-        if sequence.group.members > 1:
-            raise ValueError(
-                f"sequence_attention: a group of {sequence.group.members} members needs an exchange"
-            )
-        return block_sparse_attention(
-            *(q_THD, k_TGD, v_TGF, selection),
-            softmax_scale=softmax_scale,
-            implementation=implementation,
-            sink_H=sink_H,
         )
     # What is checked are the tensors that are here.
     here, kernel = sequence.local_layout, None
@@ -160,7 +144,7 @@ def rank_slice[Ranked](
     k_TGD: Tensor,
     sequence: SequenceSlice,
     *,
-    exchange: SequenceExchange | None,
+    exchange: SequenceExchange,
     softmax_scale: float,
     max_budget: int,
     observe: bool,
@@ -168,22 +152,19 @@ def rank_slice[Ranked](
     """Rank for the slice's queries, over the blocks of the sequence, as one rank that holds the
     sequence would rank them.
 
-    The mass is that of all slices' queries, the same bits for each. ``exchange`` is None where the
-    slice is the whole sequence.
+    The mass is that of all slices' queries, the same bits for each.
 
     Raises:
         ValueError: as the selector does; or the selector needs whole documents, which a slice does
             not hold.
     """
-    if exchange is not None and getattr(selector, "needs_whole_documents", False):
+    if getattr(selector, "needs_whole_documents", False):
         raise ValueError(
             f"{selector} needs all queries of a document, and this rank holds or has seen a part: "
             'use one segment and cp_size 1, or another selection, such as "vertical-slash"'
         )
     own: SharedSummaries = selector.summaries(q_THD, k_TGD, sequence.local_layout)
-    summaries = own.parts(sequence.local_layout)
-    if exchange is not None:
-        summaries = exchange.summaries(summaries, sequence)
+    summaries = exchange.summaries(own.parts(sequence.local_layout), sequence)
     ranking: Any = selector.rank(
         q_THD,
         own.joined(summaries, sequence.whole_layout),
@@ -192,6 +173,6 @@ def rank_slice[Ranked](
         max_budget=max_budget,
         observe=observe,
     )
-    if ranking.mass_SK is not None and exchange is not None:
+    if ranking.mass_SK is not None:
         ranking = replace(ranking, mass_SK=exchange.total_mass(ranking.mass_SK, sequence))
     return cast("Ranked", ranking)

@@ -28,19 +28,10 @@ from torch import Tensor
 from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
 
 
-def heads_obstacle(members: int, query_heads: int, kv_heads: int) -> str | None:
-    """Why heads of a tensor-parallel rank cannot be dealt out to so many members; None where they
-    can."""
-    if query_heads % members:
-        return f"{query_heads} query heads of a tensor-parallel rank do not divide by {members}"
-    if kv_heads % members and members % kv_heads:
-        return f"of {kv_heads} KV heads of a tensor-parallel rank and {members}, neither divides"
-    return None
-
-
 @dataclass(frozen=True, eq=False)
 class TravellingHeads:
-    """The exchange of heads of the first documents of a packed sequence, or of all.
+    """The exchange of heads of the first documents of a packed sequence, or of all, between ranks
+    that can divide them (:meth:`..cost.exchange.Exchange.heads_obstacle`).
 
     ``sequence``: what this rank holds of it. ``tokens``: of these documents.
     """
@@ -60,8 +51,6 @@ class TravellingHeads:
         if members == 1:
             return attention(*qkv).reshape(own, query_heads, qkv[2].shape[2])
         kv_heads = qkv[1].shape[1]
-        if obstacle := heads_obstacle(members, query_heads, kv_heads):
-            raise ValueError(f"heads cannot travel: {obstacle}")
         # Query heads that read one KV head are neighbours, so are the members that have them.
         copies = max(1, members // kv_heads)
         parts = [qkv[0], *(_repeated(x, copies) for x in qkv[1:])]

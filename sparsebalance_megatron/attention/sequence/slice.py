@@ -138,6 +138,11 @@ class SequenceSlice:
         return tuple(tokens_W.astype(np.int64).tolist())
 
     @property
+    def has_whole_documents(self) -> bool:
+        """Whether this rank attends to whole documents, with all its heads or a part of them."""
+        return self.ranks is None and (self.group.members == 1 or self.group.lists_by_heads)
+
+    @property
     def segment(self) -> int:
         """Number of the segment that this is of; 0 where it is of none."""
         return 0 if self.ranks is None else self.group.member // self.ranks.members

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from harness import PROGRAMS, run_training
 
-from sparsebalance_megatron.attention.sequence.heads import heads_obstacle
-
 REPEATED_ROUNDING = {"float64": 1e-15, "float32": 1e-6, "bfloat16": 8e-3}
 """Sums of parts of a KV head's gradient, in two roundings of each part."""
 
@@ -79,9 +77,3 @@ def test_lists_are_selected_by_each_member_for_its_heads(members: int) -> None:
                 else:
                     rounding = 1e-6 if name.endswith(("_S", "_SK")) else 1e-12
                     assert error <= rounding, (selection, name, error)
-
-
-def test_heads_that_cannot_be_dealt_out_are_named() -> None:
-    assert heads_obstacle(4, 8, 2) is heads_obstacle(2, 8, 4) is None
-    assert "6 query heads" in str(heads_obstacle(4, 6, 2))
-    assert "3 KV heads" in str(heads_obstacle(2, 6, 3))

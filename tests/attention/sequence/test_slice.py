@@ -7,9 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from attention.cases import SCALE, assert_identical, make_case
-from attention.sequence.slices import BLOCK, local_selection, sliced_sequences, slices_of
+from attention.cases import SCALE, make_case
+from attention.sequence.slices import (
+    BLOCK,
+    InOneProcess,
+    local_selection,
+    sliced_sequences,
+    slices_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.attention import tokens_of_members
@@ -115,17 +120,6 @@ def test_groups_that_do_not_fit_are_refused() -> None:
             SequenceGroup(member=member, members=2)
 
 
-def test_a_group_of_one_member_is_the_plain_path() -> None:
-    case = make_case([0, 3, 40], [2, 3], block=BLOCK, head_dim=4)
-    held = dealt([0, 3, 40], members=1)
-    lists = local_selection(case.selection, held)
-    ours = case.run(
-        lambda *qkv: sequence_attention(*qkv, lists, held, exchange=None, softmax_scale=SCALE),
-        torch.float32,
-    )
-    assert_identical(ours, case.ours("auto", torch.float32))
-
-
 def test_what_does_not_belong_together_is_refused() -> None:
     case = make_case([0, 3, 40], [2, 3], block=BLOCK, head_dim=4)
     first, second = (dealt([0, 3, 40], 2, member) for member in range(2))
@@ -134,7 +128,8 @@ def test_what_does_not_belong_together_is_refused() -> None:
     for lists, message in (
         (replace(right, query_layout=second.local_layout), "not made for this slice"),
         (replace(right, kv_layout=second.whole_layout), "not made for this slice"),
-        (right, "2 members needs an exch"),
     ):
         with pytest.raises(ValueError, match=message):
-            sequence_attention(*inputs, lists, first, exchange=None, softmax_scale=SCALE)
+            sequence_attention(
+                *inputs, lists, first, exchange=InOneProcess(*inputs[1:]), softmax_scale=SCALE
+            )

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from attention.cases import assert_as_good_as_plain, make_case, selected
+from attention.cases import assert_as_good_as_plain, lists_within, make_case, selected
 from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
@@ -129,10 +129,10 @@ def _last_blocks(layout: PackedLayout, heads: int, *, by_token: bool) -> Selecti
     block_Q = layout.block_T if by_token else layout.number_N
     counts_Q = (layout.index_N[block_Q] + 1).clamp(max=4).int()
     indices_QK = (block_Q[:, None] - torch.arange(4, device="cuda")).short()
-    return Selection.within(
+    return lists_within(
         layout,
-        indices_QCK=indices_QK[:, None].expand(-1, heads, -1).contiguous(),
-        counts_QC=counts_Q[:, None].expand(-1, heads).contiguous(),
+        indices_QK[:, None].expand(-1, heads, -1).contiguous(),
+        counts_Q[:, None].expand(-1, heads).contiguous(),
         by_token=by_token,
     )
 

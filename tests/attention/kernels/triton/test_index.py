@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from attention.cases import drawn, listed, on_device, ranked
+from attention.cases import drawn, listed, lists_within, on_device, ranked
 from attention.kernels.triton.where import DEVICE, pytestmark  # noqa: F401
 from attention.sequence.slices import local_selection, slices_of
 from hypothesis import given, settings
@@ -90,9 +90,7 @@ def test_a_block_that_all_read_is_cut_as_memory_allows() -> None:
     indices_NGK = torch.stack([own_N, torch.zeros_like(own_N)], dim=1)[:, None]
     counts_NG = torch.full((200, 1), 2, dtype=torch.int32, device=DEVICE)
     indices_NGK[0, 0, 1], counts_NG[0] = -1, 1
-    selection = Selection.within(
-        layout, indices_QCK=indices_NGK, counts_QC=counts_NG, by_token=False
-    )
+    selection = lists_within(layout, indices_NGK, counts_NG, by_token=False)
     for most_cut_items, entries_per_item in ((PLENTY, 8), (20, 40)):
         lists = inverse_lists(selection, 1, wanted_items=1, most_cut_items=most_cut_items)
         assert lists.entries_per_item == entries_per_item
@@ -118,9 +116,7 @@ def test_readers_lie_by_block_and_tile(
             count = int(torch.randint(0, min(visible, width) + 1, (1,), generator=generator))
             chosen = block - torch.randperm(visible, generator=generator)[:count]
             indices_TCK[token, head, :count], counts_TC[token, head] = chosen.short(), count
-    selection = Selection.within(
-        layout, indices_QCK=indices_TCK.to(DEVICE), counts_QC=counts_TC.to(DEVICE), by_token=True
-    )
+    selection = lists_within(layout, indices_TCK.to(DEVICE), counts_TC.to(DEVICE), by_token=True)
     entries = readers_of(selection, kv_heads)
     bounds = entries.bounds_J.tolist()
     assert len(bounds) == kv_heads * layout.blocks * entries.tiles + 1

@@ -311,10 +311,7 @@ def test_strided_inputs_are_read_in_place(kind: str) -> None:
         x.transpose(0, 1).contiguous().transpose(0, 1) if x.ndim > 1 else x
         for x in selection.tensors()
     ]
-    layout = selection.query_layout
-    selection = Selection.of_tensors(
-        lists, by_token=selection.by_token, query_layout=layout, kv_layout=layout
-    )
+    selection = selection.with_tensors(lists)
     assert_identical(_attend((q, k, v, dout), selection), case.ours("triton", torch.float32))
 
 
