@@ -422,12 +422,12 @@ def _imbalance_of_ranks(cut: Candidate) -> float:
 
 
 def _most_tokens(problem: StepProblem, where: Arrangement) -> int:
-    """Tokens that 1F1B holds on the first stage of the fullest rank, in one piece; of a lockstep
-    group, the fullest member counts at every position."""
+    """Tokens in flight on the first stage of the fullest rank, in one piece; of a lockstep group,
+    the fullest member counts at every position."""
     job = problem.job
     tokens_J = np.bincount(where.micro_batch_of_S, problem.lengths_tokens, job.places)
     tokens_RM = tokens_J[first_places(where.cp_sizes_RM)].reshape(where.cp_sizes_RM.shape)
     tokens_RM = -(-tokens_RM // where.cp_sizes_RM)
     tokens_EM = tokens_RM.reshape(-1, job.lockstep_ranks, job.micro_batches).max(axis=1)
-    stages = job.pipeline_stages
-    return max(most_tokens_in_flight(tokens_M[:, None], stages) for tokens_M in tokens_EM)
+    order = job.schedule(job.pipeline_stages, job.micro_batches, job.virtual_stages)
+    return int(most_tokens_in_flight(order, tokens_EM)[:, 0].max())
