@@ -178,7 +178,7 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
         ahead_P = config.max_segments - 1 + np.arange(job.pipeline_stages, 0, -1)
         in_flight_P = cap * np.minimum(job.micro_batches, ahead_P)
     held = TokensHeld(
-        in_flight_P=tuple(in_flight_P / job.virtual_stages),
+        in_flight_P=tuple((in_flight_P / job.virtual_stages).tolist()),
         largest=cap,
         longest=cap if config.max_segments > 1 else 0.0,
     )
@@ -246,7 +246,7 @@ def _tokens_held(plan: StepPlan, job: Job, block_size: int) -> TokensHeld:
         in_flight_RP = np.array(list(map(most_tokens_in_flight, orders, tokens_RU)))
         largest = np.concatenate(tokens_RU).max()
     return TokensHeld(
-        in_flight_P=tuple(in_flight_RP.max(axis=0) / job.virtual_stages),
+        in_flight_P=tuple((in_flight_RP.max(axis=0) / job.virtual_stages).tolist()),
         largest=float(largest),
         longest=max((each.tokens / each.cp_size for each in cut), default=0.0),
     )

@@ -9,7 +9,7 @@ leaves ``same-rank0.pt``, ``own-rank0.pt`` and so on: what each rank learnt.
 import math
 import os
 import sys
-from types import SimpleNamespace
+from collections.abc import Sequence
 
 import torch
 
@@ -21,7 +21,7 @@ from sparsebalance_megatron.learn.measurement import (
     StepMeasurement,
     StepTimes,
 )
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation
+from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
@@ -34,7 +34,7 @@ JOB = Job(
 )
 
 
-def seen(rank: int, layer: int) -> SimpleNamespace:
+def seen(rank: int, layer: int) -> LocalMicroBatch:
     """Two samples of 1 and 4 blocks, then padding that must not count."""
     coverage = 0.5 + 0.1 * rank + 0.01 * layer
     grid_SK = torch.tensor([[1.0] * len(GRID), [coverage] * len(GRID), [math.nan] * len(GRID)])
@@ -43,12 +43,27 @@ def seen(rank: int, layer: int) -> SimpleNamespace:
         executed_S=torch.tensor([1.0, coverage, math.nan]),
         base_S=torch.tensor([1.0, coverage + 0.05, math.nan]),
     )
-    return SimpleNamespace(
-        observations={layer: observation},
-        layout=packed_layout((0, 5, 69, 72), 16, "cpu"),
-        position=layer,
-        padding_documents=1,
-        counts=True,
+    return observed_micro_batch(
+        (0, 5, 69, 72), {layer: observation}, position=layer, padding_documents=1
+    )
+
+
+def observed_micro_batch(
+    cu_seqlens: Sequence[int],
+    observations: dict[int, CoverageObservation],
+    *,
+    position: int = 0,
+    padding_documents: int = 0,
+) -> LocalMicroBatch:
+    """A micro-batch whose layers have observed their coverage."""
+    return LocalMicroBatch(
+        observations=observations,
+        layout=packed_layout(cu_seqlens, 16, "cpu"),
+        budgets_LS=torch.ones(2, len(cu_seqlens) - 1, dtype=torch.int32),
+        max_budgets=(1, 1),
+        observe=True,
+        position=position,
+        padding_documents=padding_documents,
     )
 
 

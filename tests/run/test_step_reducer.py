@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from harness import PROGRAMS, run_training
-from programs.reducing_rank import BUCKETS, GRID, RANKS, seen
+from programs.reducing_rank import BUCKETS, GRID, RANKS, observed_micro_batch, seen
 
 from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepMeasurement, StepTimes
 from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -81,7 +82,9 @@ def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
                     budgets_LS=torch.ones(1, 1, dtype=torch.int32),
                     max_budgets=(1,),
                     observe=True,
-                    sequence=SimpleNamespace(ranks=None, group=SimpleNamespace(member=member)),
+                    sequence=SimpleNamespace(
+                        ranks=None, group=SequenceGroup(member=member, members=2)
+                    ),
                 )
             ],
             BUCKETS,
@@ -109,10 +112,7 @@ def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> 
         executed_S=observed_SK[:, 1],
         base_S=observed_SK[:, 2],
     )
-    layout = packed_layout(range(0, 64 * samples + 1, 64), 16, "cpu")
-    context = SimpleNamespace(
-        observations={0: observation}, layout=layout, position=0, padding_documents=0, counts=True
-    )
+    context = observed_micro_batch(range(0, 64 * samples + 1, 64), {0: observation})
     measured, executed_O = learnt_from(context)
     np.testing.assert_array_equal(executed_O, observed_SK[:, 1])
     return measured
@@ -178,11 +178,7 @@ def test_documents_that_were_not_routed_have_no_curve_and_count_otherwise(
             *(([0.25, 0.5, 0.75, 1.0], 0.5, 0.25), ([torch.nan] * 4, 1.0, torch.nan)),
         )
     )
-    context = SimpleNamespace(
-        observations={0: whole.followed_by(routed)},
-        layout=packed_layout([0, 64, 128], 16, "cpu"),
-        **{"position": 0, "padding_documents": 0, "counts": True},
-    )
+    context = observed_micro_batch([0, 64, 128], {0: whole.followed_by(routed)})
     coverage = learnt_from(context)[0].coverage
     assert coverage.counts_LU.sum() == 1
     np.testing.assert_allclose(coverage.sums_LUK.sum((0, 1)), [0.25, 0.5, 0.75, 1.0])
