@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext
@@ -67,6 +67,7 @@ def run_ranks(
     output: Path,
     timeout_s: float,
     folder: Path | None = None,
+    begun: Callable[[Sequence[int]], None] | None = None,
 ) -> int | None:
     """Run ``python PROGRAM...`` as all ranks of a job, in ``folder`` or this process's own.
 
@@ -74,6 +75,7 @@ def run_ranks(
         environment: of every rank, whole.
         output: a file that gets what they print; after ``timeout_s`` seconds, also where every
             thread stands that has not ended.
+        begun: is called with the ranks' process ids. Each is the leader of a session of its own.
 
     Returns:
         0, the exit code of the rank that failed first, or None after ``timeout_s`` seconds.
@@ -87,7 +89,7 @@ def run_ranks(
         for rank in range(ranks)
     ]
     where = folder or Path.cwd()
-    return _run(program, environment, places, where, output, output, timeout_s)
+    return _run(program, environment, places, where, output, output, timeout_s, begun)
 
 
 def run_alone(
@@ -149,6 +151,7 @@ def _run(
     stdout: Path,
     stderr: Path,
     timeout_s: float,
+    begun: Callable[[Sequence[int]], None] | None = None,
 ) -> int | None:
     """One process per place, which is what its environment has besides."""
     told = json.dumps(dict(environment))
@@ -162,6 +165,8 @@ def _run(
         process = context.Process(target=_rank, args=arguments)
         process.start()
         started.append(process)
+    if begun is not None:
+        begun([process.pid or 0 for process in started])
     left_s = timeout_s
     try:
         while True:
