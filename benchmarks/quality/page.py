@@ -51,7 +51,8 @@ def tables(tasks: Mapping[str, Any]) -> Iterator[str]:
     for name, arms in tasks.items():
         if arms:
             task = next(task for task in study_of(name).tasks if task.name == name)
-            yield f"{_words(task, arms)}\n\n{_scores(task, arms)}"
+            table = _losses(task, arms) if task.by_loss else _scores(task, arms)
+            yield f"{_words(task, arms)}\n\n{table}"
 
 
 def _setting(found: Mapping[str, Any]) -> str:
@@ -122,6 +123,36 @@ def _scores(task: Task, arms: Mapping[str, Any]) -> str:
         rows.append(row)
     kept = [key for key in rows[0] if any(row[key] != _NOTHING for row in rows)]
     return _table(kept, [[row[key] for key in kept] for row in rows])
+
+
+def _losses(task: Task, arms: Mapping[str, Any]) -> str:
+    """Losses less those of the reference, by the tokens of documents and at late positions, and how
+    even the steps' losses and gradients were."""
+    lengths = list(pairwise(study_of(task.name).length_edges))
+    parts = {
+        f"documents of {low} to {high - 1} tokens": ("loss_by_length", number)
+        for number, (low, high) in enumerate(lengths)
+    } | {f"tokens after {task.edges[-2]}": ("loss_by_place", -1)}
+    split = {
+        name: dict(arm)
+        | {part: [seed[number] for seed in arm[key]] for part, (key, number) in parts.items()}
+        for name, arm in arms.items()
+    }
+    rows = []
+    for name in [name for name in ARMS if name in arms]:
+        arm, less = split[name], "less its reference"
+        row = {"arm": f"`{name}`", "loss": _interval(arm, "loss", digits=3)}
+        row |= {
+            part: _difference(split, name, figure, digits=3)
+            for part, figure in {less: "loss", **{part: part for part in parts}}.items()
+        }
+        row |= {
+            "highest loss over its running median": _mean(arm["loss_rise"], digits=2),
+            "gradient norm": _mean(arm["grad_norm"], digits=2),
+            "seeds": str(len(arm["seeds"])),
+        }
+        rows.append(row)
+    return _table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def _mean(values: Sequence[float | None], scale: float = 1.0, digits: int = 3) -> str:

@@ -25,7 +25,8 @@ class Task:
     """What a model is scored on.
 
     ``place``: what the documents' places are. ``edges``: of the intervals that places are grouped
-    in. ``chance``: accuracy of a guess.
+    in. ``chance``: accuracy of a guess. ``by_loss``: whether arms are compared by losses and not by
+    right answers.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Task:
     held_out: Callable[[np.random.Generator, int], Iterator[Document]]
     documents: int
     chance: float
+    by_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +180,7 @@ TEXT = Study(
             held_out=lambda generator, count: islice(source_text(generator, held_out=True), count),
             documents=200,
             chance=1 / VOCABULARY,
+            by_loss=True,
         ),
     ),
     vocabulary=VOCABULARY,
