@@ -129,12 +129,17 @@ def over(before: TableRow, after: TableRow, name: str) -> str:
 
 def ratio_spread(before: TableRow, after: TableRow) -> tuple[float, float] | None:
     """What the ratio of two rows' times may be: its 95 % interval over steps, of few steps the
-    least and the greatest; None of one step, or of rows whose steps differ."""
+    least and the greatest; None of one step, or of rows whose steps differ. Where samples change
+    steps within a window, over windows."""
+    rows = (before, after)
     if before.outcome is None or after.outcome is None:
         return None
-    both = [np.array(row.outcome.step_ms) for row in (before, after) if row.outcome]
-    if before.workload.batches != after.workload.batches or len(both[0]) < 2:
+    window = max(row.workload.plan_settings.config.window for row in rows)
+    firsts = range(0, len(before.workload.batches), window)
+    if before.workload.batches != after.workload.batches or len(firsts) < 2:
         return None
+    steps_ms = (row.outcome.step_ms for row in rows if row.outcome)
+    both = [np.add.reduceat(np.array(each_ms), firsts) for each_ms in steps_ms]
     ratios = both[0] / both[1]
     return ratio_interval(*both) or (float(ratios.min()), float(ratios.max()))
 

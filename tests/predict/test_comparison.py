@@ -33,6 +33,7 @@ from sparsebalance_megatron.predict.comparison import (
 from sparsebalance_megatron.predict.outcome import Outcome, predict, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.selector_registry import POLICIES
+from sparsebalance_megatron.view.predictions import ratio_spread
 
 MAIN_ROWS = [MEGATRON, SORTED, EXACT, "fixed budgets", "paper", DEFAULT]
 EXACT_FLAGS = {"layer_budgets": "dense:all", "tuning": "off"}
@@ -245,6 +246,11 @@ def test_windows_are_planned_as_given_and_beside() -> None:
     (line,) = window_lines(given)
     assert "samples of up to 8,000 tokens" in line and f"{gained:.2f} times as fast" in line
     assert rows_of(chosen)[MEGATRON].of(chosen).dealt_batches == given.batches
+    # Windows are compared, whose samples are the same, and not steps.
+    one_by_one, dealt = (np.array(by_name[name].outcome.step_ms) for name in (EXACT, EXACT_WINDOW))
+    ratios = one_by_one.reshape(2, 4).sum(axis=1) / dealt.reshape(2, 4).sum(axis=1)
+    spread = ratio_spread(by_name[EXACT], by_name[EXACT_WINDOW])
+    assert spread == pytest.approx((ratios.min(), ratios.max()))
 
 
 def test_windows_that_give_nothing_are_not_named_and_uneven_tokens_are() -> None:
