@@ -542,10 +542,10 @@ def check_schedule(saved: Namespace, args: Namespace) -> None:
 
 def not_installed(args: Namespace) -> list[str]:
     """A sentence for each package that flags need and this machine lacks."""
-    needed = {}
-    if args.optimizer not in ("adam", "sgd"):
-        needed[f"--optimizer {args.optimizer}"] = "emerging-optimizers"
-    if args.wandb_project:
+    needed, get = {}, Settings(args, SparseBalanceConfig())
+    if (optimizer := get("optimizer", "adam")) not in ("adam", "sgd"):
+        needed[f"--optimizer {optimizer}"] = "emerging-optimizers"
+    if get("wandb_project"):
         needed["--wandb-project"] = "wandb"
     return [
         f"{flag}: the package {package} is not installed here; pip install {package}"

@@ -7,6 +7,7 @@ docs/SUPPORT.md names the run of each.
 """
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from itertools import batched
 from pathlib import Path
@@ -508,7 +509,9 @@ def _assert_runs_in_segments(run: TrainingRun, lockstep_ranks: int) -> None:
 def _assert_trains_alike(run: TrainingRun, expected: TrainingRun, model: Model) -> None:
     losses, expected_losses = run.logged("lm_loss"), expected.logged("lm_loss")
     assert len(losses) == len(expected_losses) == STEPS
-    assert losses[0] == pytest.approx(expected_losses[0], rel=FEW_ROUNDINGS)
+    # Outputs that are merged of pieces are rounded once more, each token's by itself.
+    of_mean = model.tolerance / math.sqrt(expected.logged("tokens")[0])
+    assert losses[0] == pytest.approx(expected_losses[0], rel=max(FEW_ROUNDINGS, of_mean))
     assert losses == pytest.approx(expected_losses, rel=model.tolerance)
     assert len(set(expected_losses)) == STEPS
     norms, expected_norms = ([float(norm) for norm in of.grad_norms] for of in (run, expected))
