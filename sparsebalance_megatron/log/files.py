@@ -144,6 +144,7 @@ class LogDirectory:
             raise self._error(
                 f"another run writes there ({owner}); give every run a directory of its own"
             ) from error
+        # Before release 4 filelock raises it where a file system has no locks; later it uses a marker.
         except NotImplementedError:
             _logger.warning(
                 "sparse balance: %s: no locks on this file system; nothing keeps a second run from "

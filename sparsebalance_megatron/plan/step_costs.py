@@ -208,7 +208,7 @@ class StepCosts:
 
     @cached_property
     def received_2W(self) -> np.ndarray:
-        """Likewise of one in one piece; where all its heads travel, by what these take."""
+        """The share of a micro-batch in one piece; where all heads travel, by what these take."""
         received_2W = np.tile(self.received_W, (2, 1))
         for cp_size in filter(self.exchange.lists_by_heads, range(1, len(self.received_W))):
             received_2W[:, cp_size] = self._heads_2(cp_size) / self.exchange_2

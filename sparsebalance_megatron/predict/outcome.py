@@ -224,7 +224,7 @@ def _stages(workload: Workload, budgets_L: np.ndarray, held: TokensHeld) -> tupl
 
 
 def _order(job: Job) -> PipelineOrder:
-    """In which a pipeline runs micro-batches in one piece."""
+    """The order in which a pipeline runs micro-batches in one piece."""
     sizes = job.pipeline_stages, job.micro_batches, job.virtual_stages
     return order_to_run(job.schedule, *sizes)
 

@@ -36,8 +36,8 @@ _MOST_TOKENS = 1 << 20
 
 
 def tile_lists(selection: Selection, tile: int) -> list[Tensor]:
-    """Of every block of queries the number of partial entries [G, 1, N], these [G, 1, N, L], and
-    the same of full ones; int32, undefined past a list's end."""
+    """Entries of every block of queries, as FlashAttention-4 takes them: numbers of partial entries
+    [G, 1, N], these [G, 1, N, L], and the same of full ones; int32, undefined past a list's end."""
     own_NG, past_NGK, past_NG = without_own_blocks(selection)
     own_NGK = selection.own_block_N[:, None, None].expand(*own_NG.shape, 1)
     tiles = selection.kv_layout.block_size // tile
@@ -48,7 +48,8 @@ def tile_lists(selection: Selection, tile: int) -> list[Tensor]:
 
 
 def transposed(lists: Sequence[Tensor], tiles: int) -> list[Tensor]:
-    """The same of all tiles of keys: the blocks of queries that read each, rising."""
+    """Entries of every tile of keys, in the form of :func:`tile_lists`: the blocks of queries that
+    read it, rising."""
     of_keys = []
     for counts_G1N, entries_G1NL in itertools.batched(lists, 2):
         place_L = torch.arange(entries_G1NL.shape[3], device=counts_G1N.device)

@@ -219,7 +219,7 @@ class SegmentSearch:
         return SEGMENT_COST * 2 * self._problem.job.pipeline_stages * segments
 
     def _tokens_in_flight(self, rows: Sequence[tuple[Cut, ...]]) -> int:
-        """On the first stage of the fullest pipeline."""
+        """Tokens in flight on the first stage of the fullest pipeline."""
         stages = self._problem.job.pipeline_stages
         most_M = tuple(max(len(cut.tokens_U) for cut in row) for row in rows)
         held = []

@@ -157,7 +157,7 @@ def test_training_precision_is_as_good_as_plain_torch(
     off_the_cpu: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As computed on the CPU, and on other devices; in both precisions in turn."""
+    """Kernels compute as on the CPU, and as on other devices, in both precisions in turn."""
     if off_the_cpu:
         compute_as_off_the_cpu(monkeypatch)
     how: dict[str, Any] = {} if implementation == "triton" else ODD

@@ -195,7 +195,7 @@ def _random_lists(drawn: random.Random, layouts: LayoutPair, kv_heads: int) -> S
 def test_random_lists_are_those_of_the_reference(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whole sequences and of slices, with the statistics of other parts merged in."""
+    """Lists are of whole sequences and of slices; statistics of other parts are merged in."""
     drawn, tile = random.Random(seed), 4 << seed % 2
     flash_attention_4.emulate(monkeypatch, tile=tile)
     block = tile * drawn.choice([1, 2, 4])

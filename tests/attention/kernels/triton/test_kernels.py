@@ -274,7 +274,7 @@ FULL_TILES = [
 def test_other_shapes_are_as_good_as_plain_torch(
     kind: str, cu_seqlens: list[int], budgets: list[int], how: dict[str, Any]
 ) -> None:
-    """Of heads, groups and blocks that the contract of all kernels does not ask for. Lists are
+    """Heads, groups and blocks are those that the contract of all kernels does not ask for, lists
     those of the definition."""
     case = _case(cu_seqlens, budgets, kind=kind, **{"value_dim": 8} | how)
     if case.selection.columns is not None and INTERPRETED:
