@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
 from sparsebalance_megatron.megatron.core_attention import (
     AttentionOptions,
     BudgetedCoreAttention,
@@ -79,7 +78,7 @@ class PeerAttention(BudgetedCoreAttention):
             attend = partial(
                 dense_attention, cu_seqlens=cu_seqlens, softmax_scale=self._softmax_scale
             )
-            heads = TravellingHeads(context.sequence, context.layout.tokens)
+            heads = context.travelling(context.layout.tokens)
             return heads.attend((q_THD, k_TGD, v_TGD), attend).flatten(1)[:, None]
         return super().forward(query, key, value, *arguments, **keywords)
 

@@ -144,7 +144,7 @@ class LogDirectory:
             raise self._error(
                 f"another run writes there ({owner}); give every run a directory of its own"
             ) from error
-        # Before release 4 filelock raises it where a file system has no locks; later it uses a marker.
+        # Releases of filelock before 4 raise it where a file system has no locks.
         except NotImplementedError:
             _logger.warning(
                 "sparse balance: %s: no locks on this file system; nothing keeps a second run from "

@@ -35,7 +35,6 @@ from sparsebalance_megatron.attention.select import Selector, rank_sequence, sel
 from sparsebalance_megatron.attention.select.ranking import coverage_at
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import rank_slice, sequence_attention
-from sparsebalance_megatron.attention.sequence.heads import TravellingHeads
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_with
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec
@@ -197,7 +196,8 @@ class BudgetedCoreAttention(MegatronModule):
         )
         if context.sequence is not None and context.sequence.has_whole_documents:
             of_member = partial(self._attend, context=context.of_member)
-            out_T = context.travelling.attend((q_THD, k_TGD, v_TGF), of_member).flatten(1)
+            travelling = context.travelling(context.layout.tokens)
+            out_T = travelling.attend((q_THD, k_TGD, v_TGF), of_member).flatten(1)
         else:
             out_T = self._attend(q_THD, k_TGD, v_TGF, context)
         if padding:
@@ -296,8 +296,7 @@ class BudgetedCoreAttention(MegatronModule):
     ) -> Tensor:
         """out_THF of the documents of a layout."""
         if context.sequence is not None:
-            travelling = TravellingHeads(context.sequence, layout.tokens)
-            return travelling.attend(
+            return context.travelling(layout.tokens).attend(
                 qkv, lambda *qkv: self._attend_densely(qkv, layout, context.of_member)
             )
         if self.attends_by_model(qkv[0], qkv[2], layout):

@@ -65,7 +65,7 @@ class SharesHeads:
         of_member = partial(
             self.of_documents, context=context.of_member, layout=context.layout, **keywords
         )
-        out_T = context.travelling.attend(qkv, of_member).flatten(1)
+        out_T = context.travelling(context.layout.tokens).attend(qkv, of_member).flatten(1)
         if padding:
             out_T = torch.nn.functional.pad(out_T, (0, 0, 0, padding))
         # Multi-latent attention gives three dimensions in either layout.

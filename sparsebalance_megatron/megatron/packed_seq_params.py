@@ -103,6 +103,7 @@ class LocalMicroBatch:
     inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, CoverageObservation] = field(default_factory=dict)
     _plain_params: dict[int, PackedSeqParams] = field(default_factory=dict, init=False, repr=False)
+    _travelling: dict[int, TravellingHeads] = field(default_factory=dict, init=False, repr=False)
 
     def dense_documents(self, layer: int) -> int:
         """Number of first documents that a layer attends to densely."""
@@ -113,11 +114,13 @@ class LocalMicroBatch:
         documents = self.layout.documents if self.documents is None else self.documents
         return self.dense_documents(layer) == documents
 
-    @cached_property
-    def travelling(self) -> TravellingHeads:
-        """The exchange of heads of all documents, where this is of a slice."""
+    def travelling(self, tokens: int) -> TravellingHeads:
+        """The exchange of heads of the first documents, of so many tokens, where this is of a
+        slice; made once for all layers."""
         assert self.sequence is not None
-        return TravellingHeads(self.sequence, self.layout.tokens)
+        if tokens not in self._travelling:
+            self._travelling[tokens] = TravellingHeads(self.sequence, tokens)
+        return self._travelling[tokens]
 
     @cached_property
     def of_member(self) -> "LocalMicroBatch":
