@@ -19,11 +19,8 @@ from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.problem import feasible_range
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.pipeline.orders import (
-    PipelineOrder,
-    most_tokens_in_flight,
-    order_to_run,
-)
+from sparsebalance_megatron.plan.pipeline.graph import order_to_run
+from sparsebalance_megatron.plan.pipeline.orders import PipelineOrder, most_tokens_in_flight
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.predict.workload import Workload

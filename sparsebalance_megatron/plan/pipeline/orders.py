@@ -12,7 +12,7 @@ segments of all micro-batches, O operations.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -84,19 +84,6 @@ class PipelineOrder:
 
 Schedule = Callable[[int, int, int], PipelineOrder]
 """A pure function of (stages, micro-batches, chunks per stage)."""
-
-
-@lru_cache(maxsize=2)
-def order_to_run(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
-    """The order that a schedule gives, for training; the last ones are kept. Raises a
-    :class:`PlanError` where stages of one chunk run forwards in another order than micro-batches
-    are read."""
-    order = schedule(stages, micro_batches, chunks)
-    forward_PO = order.on_stage_PO < order.on_stage_PO.size // 2
-    forwards_PU = order.on_stage_PO[forward_PO].reshape(stages, -1)
-    if chunks == 1 and (np.diff(forwards_PU) < 0).any():
-        raise PlanError("order: every stage must run its forwards by rising micro-batch")
-    return order
 
 
 @dataclass(frozen=True)
