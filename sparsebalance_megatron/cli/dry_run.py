@@ -21,7 +21,7 @@ from sparsebalance_megatron.log.files import LogDirectory
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.predict.workload import STEPS
+from sparsebalance_megatron.predict.workload import STEPS, Workload
 from sparsebalance_megatron.run.described_job import described_job
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.text_table import shown_ms, terminal_columns, text_table, wrapped
@@ -57,9 +57,15 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
     scheduler = inputs.scheduler()
     first = scheduler.planned(0)
     print("\n".join(describe(job.args, inputs, first, unchecked)), flush=True)
-    workload = inputs.workload(STEPS)
+
+    def with_flags(flags: str) -> Workload:
+        return described_job([*argv, *flags.split()], ranks, on_cpu=on_cpu).workload(
+            None, "", STEPS
+        )
+
     comparison, lines = predicted(
-        workload, f"of training with seed {settings.seed}", terminal_columns()
+        *(inputs.workload(STEPS), f"of training with seed {settings.seed}", terminal_columns()),
+        with_flags=with_flags,
     )
     given = comparison.given.outcome
     assert given is not None

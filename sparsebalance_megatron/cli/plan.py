@@ -104,7 +104,9 @@ def run(arguments: Namespace) -> int:
         document, lines = _compared_layouts(job, choices, explain=arguments.explain)
     else:
         comparison, lines = predicted(
-            job.workload(), job.order, terminal_columns(), explain=arguments.explain
+            *(job.workload(), job.order, terminal_columns()),
+            with_flags=lambda flags: job.workload(flags.split()),
+            explain=arguments.explain,
         )
         document = _json(comparison) | {"flags": job.flags}
     if arguments.json:

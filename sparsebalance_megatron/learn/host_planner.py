@@ -113,15 +113,19 @@ class HostJob:
     def _sharing(self, config: SparseBalanceConfig) -> tuple[int, int]:
         """Most ranks between which heads travel, and that share a micro-batch.
 
-        Heads travel within a node, and beyond where the model's own attention stays for that.
+        Heads travel between all that share where they can, beyond a node, too: other ways are
+        slower for dense documents. Only where they leave all attention to the model do they say how
+        many share. Otherwise they travel within a node.
         """
-        given = self.layout, config, self.neighbours_per_node
-        if config.leaves_attention:
-            ranks = self.layout.data_parallel_size
-            served = replace(exchange_of(self.shape), heads_within=ranks)
-            if served.heads_serve(largest := max_cp_size(*given, served)):
-                return ranks, largest
-        return self.neighbours_per_node, max_cp_size(*given)
+        given, ranks = (
+            (self.layout, config, self.neighbours_per_node),
+            self.layout.data_parallel_size,
+        )
+        served = replace(exchange_of(self.shape), heads_within=ranks)
+        largest = max_cp_size(*given)
+        if config.leaves_attention and served.heads_serve(most := max_cp_size(*given, served)):
+            largest = most
+        return ranks if served.heads_serve(largest) else self.neighbours_per_node, largest
 
     def coverage(self, config: SparseBalanceConfig) -> CoverageCurves:
         """Coverage curves that have observed nothing yet."""

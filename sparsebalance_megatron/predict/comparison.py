@@ -7,7 +7,7 @@ The paper is arXiv:2604.13847.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,7 +36,10 @@ _STEPS = 4
 WINDOW_STEPS = 8
 """Steps that are planned to find what windows would give."""
 _TRIED_WINDOW = 4
-_LEAST_WINDOW_SPEEDUP = 1.05
+_LEAST_FLAG_SPEEDUP = 1.05
+"""Of flags that were not given, for them to be named."""
+_TRIED_SEGMENTS = 8
+_TRIED_CP_SIZE = 4
 _MOST_VARIATION = 0.3
 """Deviation over mean of tokens a step, beyond which tokens of some steps weigh much more."""
 _MOST_MOVES = 8
@@ -278,6 +281,46 @@ def _planned(rows: Sequence[TableRow]) -> tuple[list[TableRow], dict[tuple[str, 
     return found, refused
 
 
+def speedup_lines(given: TableRow, with_flags: Callable[[str], Workload]) -> Iterator[str]:
+    """Which flags make the given row's steps 5 % shorter or more, where they fit the memory of the
+    device.
+
+    Args:
+        with_flags: the job with more flags. Raises a ValueError where training refuses them.
+    """
+    assert given.outcome is not None
+    for flags in _tried_flags(given):
+        try:
+            workload = with_flags(flags)
+            row = TableRow(names=(flags,), workload=workload.of_steps(_STEPS))
+            step_ms = predict(row.workload).step_ms
+        except ValueError:
+            continue
+        speedup = sum(given.outcome.step_ms[: len(step_ms)]) / sum(step_ms)
+        if row.fits and speedup >= _LEAST_FLAG_SPEEDUP:
+            yield (
+                f"with {flags} they are predicted to be {speedup:.2f} times as fast, of at most "
+                f"{row.at_most_bytes / GIBIBYTE:,.1f} GiB"
+            )
+
+
+def _tried_flags(given: TableRow) -> Iterator[str]:
+    """Flags that may help where ranks wait or do more than they have to: to share samples that take
+    longer than all work would, spread evenly; to cut them; and where ranks share micro-batches, to
+    hold more tokens, so that fewer have to be shared."""
+    outcome, settings = given.outcome, given.workload.plan_settings
+    assert outcome is not None
+    lost = max(outcome.bubble_share, outcome.bound_ratio - 1.0)
+    if lost < _LEAST_FLAG_SPEEDUP - 1.0:
+        return
+    if settings.max_cp_size > 1:
+        yield flag_with("max_tokens_per_micro_batch", 2 * settings.max_tokens_per_micro_batch)
+    elif unhideable_steps(given.workload):
+        yield flag_with("max_context_parallel", _TRIED_CP_SIZE)
+    if given.workload.job.pipeline_stages > 1 and settings.config.max_segments == 1:
+        yield flag_with("max_segments", _TRIED_SEGMENTS)
+
+
 class EvenStages(NamedTuple):
     """``layers``: of each stage. ``speedup``: predicted, over the job's own layers per stage."""
 
@@ -308,7 +351,7 @@ def even_stages(workload: Workload) -> EvenStages | None:
     Raises:
         PlanError: a batch has no placement under the policy's cap.
     """
-    workload = replace(workload, batches=workload.batches[:_STEPS])
+    workload = workload.of_steps(_STEPS)
     job, stages = workload.job, workload.job.pipeline_stages
     if stages == 1 or job.virtual_stages > 1:
         return None
@@ -375,7 +418,7 @@ def window_lines(workload: Workload) -> tuple[str, ...]:
         )
     except PlanError:
         return ()
-    if before_ms / after_ms < _LEAST_WINDOW_SPEEDUP:
+    if before_ms / after_ms < _LEAST_FLAG_SPEEDUP:
         return ()
     return (
         f"steps wait for single samples of up to {max(map(max, workload.batches)):,} tokens: with "

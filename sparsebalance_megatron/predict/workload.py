@@ -4,7 +4,7 @@ samples."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +122,10 @@ class Workload:
         job = self.job
         ranks = job.data_parallel_size * job.pipeline_stages
         return ranks * self.memory.shape.tensor_parallel_size
+
+    def of_steps(self, steps: int) -> "Workload":
+        """The first steps, at most so many."""
+        return replace(self, batches=self.batches[:steps])
 
     @property
     def dealt_batches(self) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,7 @@
 """Predictions as a table, and what follows from them as sentences."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from sparsebalance_megatron.predict.comparison import (
     even_stages,
     given_row,
     rows_of,
+    speedup_lines,
     window_lines,
 )
 from sparsebalance_megatron.predict.outcome import unhideable_steps
@@ -41,9 +42,17 @@ _COLUMNS = {
 
 
 def predicted(
-    workload: Workload, order: str, columns: int, *, explain: bool = False
+    workload: Workload,
+    order: str,
+    columns: int,
+    *,
+    with_flags: Callable[[str], Workload],
+    explain: bool = False,
 ) -> tuple[Comparison, list[str]]:
-    """A job in every way to plan it, and the lines that say what came out."""
+    """A job in every way to plan it, and the lines that say what came out.
+
+    ``with_flags``: the job with more flags; raises a ValueError where training refuses them.
+    """
     ways = rows_of(workload)
     given = given_row(workload, ways)
     assert given is not None, "rows_of has one"
@@ -56,7 +65,9 @@ def predicted(
         verdict.append(f"{train}: {over(found.dense, found.given, best)}.")
     if (stages := even_stages(workload)) is not None:
         verdict.append(f"{stages}.")
-    verdict += [f"{line}." for line in window_lines(workload)]
+    verdict += [
+        f"{line}." for line in (*speedup_lines(found.given, with_flags), *window_lines(workload))
+    ]
     if (window := workload.plan_settings.config.window) > 1:
         order += f", exchanged within {window} steps but in the first row"
     meanings = {

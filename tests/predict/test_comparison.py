@@ -28,6 +28,7 @@ from sparsebalance_megatron.predict.comparison import (
     even_stages,
     given_row,
     rows_of,
+    speedup_lines,
     window_lines,
 )
 from sparsebalance_megatron.predict.outcome import Outcome, predict, unhideable_steps
@@ -251,6 +252,37 @@ def test_windows_are_planned_as_given_and_beside() -> None:
     ratios = one_by_one.reshape(2, 4).sum(axis=1) / dealt.reshape(2, 4).sum(axis=1)
     spread = ratio_spread(by_name[EXACT], by_name[EXACT_WINDOW])
     assert spread == pytest.approx((ratios.min(), ratios.max()))
+
+
+def test_flags_that_make_steps_shorter_are_named_with_what_they_give() -> None:
+    """Each is planned; one that training refuses, that gives nothing or that does not fit, is not
+    named."""
+
+    def lines(given: Workload, refused: str = "nothing", **shape: Any) -> list[str]:
+        def with_flags(flags: str) -> Workload:
+            name, value = flags.removeprefix("--sparse-balance-").split()
+            if name == refused:
+                raise ConfigError("refused")
+            config = replace(given.plan_settings.config, **{name.replace("-", "_"): int(value)})
+            return workload(given.batches, config=vars(config), **shape)
+
+        row = TableRow(names=(EXACT,), workload=given, outcome=predict(given))
+        return list(speedup_lines(row, with_flags))
+
+    one_stage = {"ranks": 4, "stages": 1, "micro_batches": 2}
+    given = few_long(3, 8000)
+    (line,) = lines(given, **one_stage)
+    shared = workload(given.batches, config=EXACT_FLAGS | {"max_context_parallel": 4}, **one_stage)
+    gained = predict(given).makespan_ms / predict(shared).makespan_ms
+    assert gained > 1.5 and f"max-context-parallel 4 they are predicted to be {gained:.2f}" in line
+    assert lines(given, refused="max-context-parallel", **one_stage) == []
+    assert lines(few_long(3, 600), **one_stage) == []
+    # Ranks have to share every sample that one of them cannot hold.
+    tight = {"ranks": 4, "stages": 1, "micro_batches": 8, "cap_tokens": 2048}
+    shares = EXACT_FLAGS | {"max_context_parallel": 4}
+    given = workload([[3000] * 16] * 2, config=shares, **tight)
+    (line,) = lines(given, **tight)
+    assert "max-tokens-per-micro-batch 4096" in line
 
 
 def test_windows_that_give_nothing_are_not_named_and_uneven_tokens_are() -> None:
