@@ -82,8 +82,7 @@ class Case:
         inputs = self.q_THD, self.k_TGD, *cut
         if not self.kind.startswith("vertical-slash"):
             return self._mask(oracle.moba_lists(*inputs, self.budgets, self.kind))
-        looks_ahead = self.kind == "vertical-slash-last-queries"
-        ranked = column_oracle.ranked(*inputs, SCALE, looks_ahead=looks_ahead)
+        ranked = column_oracle.ranked(*inputs, SCALE)
         budgets = [self.budgets[document] for document in layout.document_N.tolist()]
         choices = {
             place: column_oracle.cut(order, budgets[place[0]], *cut)

@@ -251,7 +251,6 @@ RESULTS = [
     ("token-query-head", [0, 3, 5], [1, 2], {"block": 64, "head_dim": 80}),
     ("vertical-slash", [0, 130], [7], {"heads": 1}),
     ("vertical-slash", [0, 20, 90], [1, 3], {"heads": 3, "head_dim": 24}),
-    ("vertical-slash-last-queries", [0, 70], [3], {}),
     ("previous-block", [0, 45], [2], {"heads": 16, "head_dim": 64}),
 ]
 
