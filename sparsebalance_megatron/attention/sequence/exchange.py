@@ -22,7 +22,7 @@ from sparsebalance_megatron.attention.select import Selector
 from sparsebalance_megatron.attention.select.summaries import SharedSummaries
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.pieces import DensePieces
-from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
+from sparsebalance_megatron.attention.sequence.slice import Part, SequenceExchange, SequenceSlice
 from sparsebalance_megatron.config import AttentionImplementation, DenseAttention
 
 
@@ -98,7 +98,7 @@ class ExchangingKernel:
     ) -> tuple[Tensor, Tensor]:
         out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
         lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
-        for heads, *part in self._parts(q_THD, k_TGD, v_TGF, selection):
+        for heads, part in self._parts(q_THD, k_TGD, v_TGF, selection):
             out_THF[:, heads], lse_TH[:, heads] = self.kernel.forward(
                 q_THD[:, heads], *part, softmax_scale=softmax_scale
             )
@@ -109,7 +109,7 @@ class ExchangingKernel:
         dq_THD = torch.empty_like(q_THD)
 
         def of_parts() -> Iterator[Tensor]:
-            for heads, k_part_TGD, v_part_TGF, selection in self._parts(*given):
+            for heads, (k_part_TGD, v_part_TGF, selection) in self._parts(*given):
                 of_part = replace(
                     saved,
                     q_THD=q_THD[:, heads],
@@ -131,12 +131,12 @@ class ExchangingKernel:
 
     def _parts(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection
-    ) -> Iterator[tuple[slice, Tensor, Tensor, Selection]]:
-        """The query heads that read a part, and the part."""
+    ) -> Iterator[tuple[slice, Part]]:
+        """Every part, and the query heads that read it."""
         first, group = 0, q_THD.shape[1] // k_TGD.shape[1]
         for part in self.exchange.parts(k_TGD, v_TGF, selection, self.sequence):
             heads = slice(first, first + group * part[0].shape[1])
-            yield heads, *part
+            yield heads, part
             first = heads.stop
 
 

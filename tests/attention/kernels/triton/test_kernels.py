@@ -43,7 +43,7 @@ from sparsebalance_megatron.attention.selection import Selection
 def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
-    for module in (query_block_kernel, key_block_kernel, token_kernels):
+    for module in (device_functions, query_block_kernel, key_block_kernel, token_kernels):
         monkeypatch.setattr(module, "tiles_of", lambda *_: tiles)
 
 
