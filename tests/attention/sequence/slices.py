@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from attention.cases import SCALE, Case, on_device, saved
+from attention.cases import Case, inputs_of, on_device, saved
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -117,7 +117,7 @@ def of_members(
         selection = local_selection(on_device(case.selection, case.device), held)
         rows = held.tokens_T
         inputs = q[rows], k[rows], v[rows]
-        results = exchanging.forward(*inputs, selection, softmax_scale=SCALE)
+        results = exchanging.forward(inputs_of(*inputs, selection))
         dq_local, *_ = exchanging.backward(dout[rows], saved(*inputs, *results, selection))
         out[rows], lse[rows], dq[rows] = *results, dq_local
         added = torch.cat(exchange.added, 1)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from attention.cases import (
-    SCALE,
     Case,
     assert_identical,
     assert_right,
+    inputs_of,
     make_case,
     on_device,
     reselected,
@@ -239,7 +239,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 def _attend(inputs: tuple[Tensor, ...], selection: Selection) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv from q, k, v and dout, by the kernels themselves."""
     *qkv, dout = inputs
-    results = implementation.forward(*qkv, selection, softmax_scale=SCALE)
+    results = implementation.forward(inputs_of(*qkv, selection))
     gradients = implementation.backward(dout, saved(*qkv, *results, selection))
     return tuple(x.cpu() for x in (*results, *gradients))
 
