@@ -20,7 +20,6 @@ from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.megatron.compat import arguments_of_weights
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import whole_parts
-from sparsebalance_megatron.selector_registry import check_whole_documents
 
 
 @dataclass(frozen=True)
@@ -460,23 +459,15 @@ def _as_given(flag: str, value: Any) -> str:
 
 
 def _check_sharing(get: Settings, longest: int) -> None:
-    """Refuse a cap that the shares of the longest sample exceed, and a selection that needs whole
-    documents where ranks or segments divide them."""
-    config = get.config
-    cap = config.max_tokens_per_micro_batch
-    sharing = {
-        "--context-parallel-size": get("context_parallel_size", 1),
-        flag_name("max_context_parallel"): config.max_context_parallel or 1,
-    }
-    ranks = max(sharing.values())
+    """Refuse a cap that the shares of the longest sample exceed."""
+    cap = get.config.max_tokens_per_micro_batch
+    ranks = max(get("context_parallel_size", 1), get.config.max_context_parallel or 1)
     if cap is not None and cap * ranks < longest:
         raise ConfigError(
             f"--sparse-balance with --seq-length {longest}: "
             f"{flag_name('max_tokens_per_micro_batch')} {cap} cannot hold one longest sample; use "
             f"at least {-(-longest // ranks)}"
         )
-    parts = sharing | {flag_name("max_segments"): config.max_segments}
-    check_whole_documents(config.selection, parts)
 
 
 def check_resumed(args: Namespace) -> None:

@@ -421,12 +421,9 @@ def _exchange(
         deque(exchange.parts(*given), maxlen=0)
 
     def backward(_: None) -> None:
-        gradients = exchange.gradients(config.params_dtype, held)
-        for part in exchange.parts(*given):
-            gradients.add(
-                torch.cat((part.k_TGD, part.v_TGF), 2).to(wide_dtype(config.params_dtype))
-            )
-        gradients.result()
+        wide = wide_dtype(config.params_dtype)
+        parts = (torch.cat(kv, 2).to(wide) for *kv, _ in exchange.parts(*given))
+        exchange.gradient(parts, config.params_dtype, held)
 
     return Timed(forward=forward, backward=backward)
 

@@ -382,12 +382,6 @@ LOOK_REFUSED = [
     "--dataloader-type external --attention-dropout 0 --softmax-type vanilla",
 ]
 """Beside flags that are refused for other values."""
-LAST_QUERIES = "--sparse-balance-selection vertical-slash-last-queries"
-DIVIDED = [
-    "--context-parallel-size 2",
-    "--sparse-balance-max-context-parallel 4",
-    "--sparse-balance-max-segments 4 --pipeline-model-parallel-size 2",
-]
 
 
 @pytest.mark.parametrize(
@@ -411,15 +405,7 @@ DIVIDED = [
         ),
         *((1, f"--seed {seed}", "must be 1 to 2147483647") for seed in (-1, 0, 2**31)),
         *((1, f"--seed {seed}", None) for seed in (1, 2**31 - 1)),
-        (1, LAST_QUERIES, None),
         *((1, words, None) for words in LOOK_REFUSED),
-        *(
-            (
-                *(1, f"{LAST_QUERIES} {divided}"),
-                f"^{LAST_QUERIES} with {' '.join(divided.split()[:2])}: .* use vertical-slash, or",
-            )
-            for divided in DIVIDED
-        ),
         (2, "--global-batch-size 2 --micro-batch-size 2", "2 must be a multiple of"),
         (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", None),
         (8, "", None),

@@ -54,8 +54,7 @@ LISTS = {
     "previous-block": (0, None),
     "token-query-head": (1, None),
     "token-kv-head": (1, 2),
-    "vertical-slash": (4, None),
-    "vertical-slash-last-queries": (0, 1),
+    "vertical-slash": (0, 1),
 }
 LENGTHS, BUDGETS = (100, 37, 212, 8, 150), (7, 2, 5, 1, 3)
 
