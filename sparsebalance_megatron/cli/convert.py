@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsebalance_megatron.cli import HelpFormatter
 from sparsebalance_megatron.cli.output import OutputError
@@ -175,6 +175,7 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: "Decoder") -> Non
 
     from sparsebalance_megatron.convert import megatron_model as of_megatron
     from sparsebalance_megatron.convert.transfer import copy_companions, write_weights
+    from sparsebalance_megatron.evaluate.settings import KEY
     from sparsebalance_megatron.megatron.saved_model import SavedModel
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
@@ -191,18 +192,20 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: "Decoder") -> Non
     args, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):
         values = saved.load(megatron_model)
+    settings = None
+    # A release, which from-hf writes, was not trained: config.json stays as it is.
+    own_keys: dict[str, Any] = {}
     if saved.arguments is not None:
         of_megatron.check_trained(saved.arguments, args)
-    settings = of_megatron.trained_settings(saved.arguments)
+        settings = of_megatron.trained_settings(saved.arguments)
+        if saved.path.name != "release":
+            own_keys = {KEY: None if settings is None else settings.as_config()}
     if settings is not None:
         # What would be replaced must be what training can follow, as in from-hf.
         of_megatron.read_settings(arguments.hf_config, model)
     with _whole_directory(arguments.output) as unfinished:
         counts = write_weights(unfinished, values, model, dtype)
-        copied = copy_companions(arguments.hf_config, unfinished, dtype)
-        # A release, which from-hf writes, was not trained: config.json stays as it is.
-        if saved.arguments is not None and saved.path.name != "release":
-            of_megatron.write_settings(unfinished, settings)
+        copied = copy_companions(arguments.hf_config, unfinished, dtype, own_keys)
     print(f"{arguments.output}: {counts.describe(dtype)}")
     print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} rows of padding dropped")
     print(f"copied from {arguments.hf_config}: {', '.join(copied)}")

@@ -90,11 +90,11 @@ class Prepared:
         return [self._shown(stored, number) for number in range(len(stored.lengths_tokens))]
 
     def _shown(self, stored: Documents, number: int) -> str:
-        start, length = int(stored.starts[number]), int(stored.lengths_tokens[number])
-        tokens = stored.read_tokens(number, 0, length)
-        mask = np.ones(length, dtype=bool)
+        length = int(stored.lengths_tokens[number])
+        place, mask = stored.place(number, 0, length), np.ones(length, dtype=bool)
+        tokens = stored.tokens[place]
         if stored.loss_mask is not None:
-            mask = np.asarray(stored.loss_mask[start : start + length], dtype=bool)
+            mask = stored.loss_mask[place].astype(bool)
         places = np.flatnonzero(np.diff(mask)) + 1
         decode = partial(self._tokenizer.decode, skip_special_tokens=False)
         parts = [

@@ -49,10 +49,7 @@ def test_stored_tokens_decode_to_the_texts(tokenizer: str, tmp_path: Path) -> No
     prefix = str(tmp_path / "out" / "data")
     summary = prepare(texts_source(tmp_path), prefix, tokenizer_name=tokenizer)
     documents = Documents.open(prefix)
-    stored = [
-        documents.read_tokens(i, 0, int(length))
-        for i, length in enumerate(documents.lengths_tokens)
-    ]
+    stored = np.split(documents.tokens[:], documents.starts[1:-1])
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     assert loaded.batch_decode(stored) == [f"{text}<|endoftext|>" for text in TEXTS]
     assert all(tokens.dtype == np.uint16 for tokens in stored)
@@ -77,7 +74,7 @@ def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
     documents = [np.arange(5), np.arange(70_000, 70_009)]
     for vocab_size in (65_499, 65_500):
         prefix = str(tmp_path / str(vocab_size))
-        with DatasetWriter(prefix, vocab_size=vocab_size, overwrite=False) as writer:
+        with DatasetWriter(prefix, vocab_size=vocab_size) as writer:
             stored = documents if vocab_size == 65_500 else documents[:1]
             for document in stored:
                 writer.add(document, np.zeros(len(document), dtype=np.uint8))

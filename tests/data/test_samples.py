@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from oracles import data as oracle
 
 from sparsebalance_megatron.data.data_set import epoch_permutation, split_range
-from sparsebalance_megatron.data.documents import Documents, check_loss_mask
+from sparsebalance_megatron.data.documents import Documents, StoredValues, check_loss_mask
 from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
@@ -205,18 +205,23 @@ SMALL = 200_000
 """Values of files that are looked at whole."""
 
 
-def test_places_of_a_large_file_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_of_a_large_file_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its ends among them. That a large mask holds a 1 somewhere cannot be said."""
     monkeypatch.setattr("sparsebalance_megatron.data.documents._PLACES", 4)
     monkeypatch.setattr("sparsebalance_megatron.data.documents._PLACE_BYTES", 1000)
     mask = np.zeros(SMALL, dtype=np.uint8)
     mask[5000:6000] = 3  # between two places
-    check_loss_mask(mask, "mask.bin")
+    stored = StoredValues(tmp_path / "mask.bin", mask.dtype, SMALL)
+    mask.tofile(stored.path)
+    check_loss_mask(stored)
     for place in (0, 999, SMALL - 1000, SMALL - 1):
         wrong = mask.copy()
         wrong[place] = 2
+        wrong.tofile(stored.path)
         with pytest.raises(DataError, match="holds 2"):
-            check_loss_mask(wrong, "mask.bin")
+            check_loss_mask(stored)
 
 
 @contextmanager
@@ -235,7 +240,7 @@ def test_more_data_sets_than_files_may_be_open(tmp_path: Path, write_dataset: Wr
     written = [write_dataset(tmp_path / str(i), [[i, i + 1]]) for i in range(20)]
     with few_open_files(4):
         opened = [Documents.open(prefix) for prefix in written]
-        found = [each.read_tokens(0, 0, 2).tolist() for each in opened]
+        found = [each.tokens[0:2].tolist() for each in opened]
     assert found == [[i, i + 1] for i in range(20)]
 
 
@@ -258,6 +263,6 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(
     prefix = write_dataset(tmp_path / "data", [[1, 2, 3, 4]])
     opened = Documents.open(prefix)
     Path(f"{prefix}.bin").write_bytes(bytes(8))
-    assert opened.read_tokens(0, 0, 2).tolist() == [0, 0]
+    assert opened.tokens[0:2].tolist() == [0, 0]
     with pytest.raises(DataError, match=f"{prefix}.bin: cut short since it was opened"):
-        opened.read_tokens(0, 1, 3)
+        opened.tokens[1:4]
