@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,12 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_output(output: Path) -> None:
-    try:
-        unusable = output.is_symlink() and not output.exists()
-        if unusable or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
-            raise ConfigError(f"--output {output}: not an empty directory; choose another")
-    except OSError as error:
-        raise OutputError(f"--output {output}: {error.strerror}") from error
+    unusable = output.is_symlink() and not output.exists()
+    if unusable or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+        raise ConfigError(f"--output {output}: not an empty directory; choose another")
 
 
 @contextmanager
@@ -147,8 +143,6 @@ def _print_flags(arguments: argparse.Namespace, model: "Decoder") -> None:
 
 def _from_hf_to_megatron(arguments: argparse.Namespace, model: "Decoder") -> None:
     """Write a Megatron checkpoint from a Hugging Face directory; print counts and flags."""
-    from tqdm import tqdm
-
     from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
     from sparsebalance_megatron.convert.megatron_model import model_arrays
     from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
@@ -158,8 +152,7 @@ def _from_hf_to_megatron(arguments: argparse.Namespace, model: "Decoder") -> Non
         files.check_matches(parameters(model), spare=(OUTPUT,) if model.tie_word_embeddings else ())
         args, megatron_model = _built(model, arguments.passed_on, files.common_dtype())
         targets = dict(megatron_model.named_parameters())
-        progress = partial(tqdm, desc="convert", unit="parameter", disable=None)
-        counts = read_weights(files, targets, model, progress)
+        counts = read_weights(files, targets, model)
     flags = model_arrays(model, args, arguments.hf_dir)
     with _whole_directory(arguments.output) as unfinished:
         with redirect_stdout(io.StringIO()):

@@ -9,7 +9,7 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
@@ -36,9 +36,6 @@ from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 MAX_FILE_BYTES = 5 * 10**9
 """Largest file written, unless one tensor alone is larger."""
-
-Progress = Callable[[Sequence[Parameter]], Iterable[Parameter]]
-"""Wraps the parameters, and may draw a bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +70,20 @@ class TransferCounts:
 
 
 def read_weights(
-    files: "WeightFiles", targets: Mapping[str, Tensor], model: Decoder, progress: Progress
+    files: "WeightFiles", targets: Mapping[str, Tensor], model: Decoder
 ) -> TransferCounts:
-    """Overwrite Megatron's parameters by name, all of one dtype, from files that match the model.
+    """Overwrite Megatron's parameters by name, all of one dtype, from files that match the model;
+    a bar shows how far it is.
 
     Raises:
         ConvertError: a shape differs, a number does not fit, or a tied output layer is another.
     """
+    from tqdm import tqdm
+
     mapped = parameters(model)
     padded_vocab_size = targets["embedding.word_embeddings.weight"].shape[0]
     tensors = cast = numbers = 0
-    for parameter in progress(mapped):
+    for parameter in tqdm(mapped, desc="convert", unit="parameter", disable=None):
         sources = [files.tensors[name].read() for name in parameter.sources]
         value = to_megatron(parameter, sources, model, padded_vocab_size=padded_vocab_size)
         target = targets[parameter.name]

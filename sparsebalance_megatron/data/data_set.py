@@ -8,6 +8,7 @@ A sample of n input tokens takes n + 1 stored tokens: inputs are the first n, la
 import hashlib
 import re
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -134,6 +135,7 @@ class DataSet:
         check_mask(mask, f"{place}, loss mask")
         return Sample(tokens=tokens, loss_mask=mask.astype(np.float32))
 
+    @cached_property
     def digest(self) -> str:
         # Tokens are looked at in places only: in documents spread evenly over the split.
         digest = hashlib.sha256(

@@ -4,7 +4,6 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +66,7 @@ def prepare(
         OSError: a file cannot be written; nothing is left behind.
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
-    tokenizer = load_tokenizer(tokenizer_name, template_arguments)
+    tokenizer = DocumentTokenizer(tokenizer_name, template_arguments)
     if append_eod and tokenizer.eod is None:
         raise DataError(
             f"--tokenizer {tokenizer.name}: it has no end-of-sequence token; pass --no-append-eod"
@@ -248,57 +247,60 @@ def trained_tokens(token_ends: Sequence[int], spans: Sequence[tuple[int, int]]) 
     return mask
 
 
-@dataclass(frozen=True, kw_only=True)
 class DocumentTokenizer:
-    """A fast tokenizer and what preparation must know of it.
+    """A fast HuggingFace tokenizer, from a directory or by its name on the model hub.
 
     ``backend`` is a ``tokenizers.Tokenizer``, ``vocab_size`` one more than the largest token id;
     ``eod`` ends a document, and ``bos`` is what the tokenizer itself begins texts with.
-    """
-
-    name: str
-    backend: Any
-    vocab_size: int
-    eod: int | None
-    bos: int | None = None
-    conversations: ConversationRenderer
-
-    def encode(self, texts: Sequence[str], *, with_offsets: bool) -> "list[Encoding]":
-        """Token ids per text, with character offsets if asked for; no special tokens are added."""
-        encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
-        try:
-            return encode(list(texts), add_special_tokens=False)
-        except Exception as error:
-            raise DataError(
-                f"--tokenizer {self.name}: it cannot encode a document ({error}); give one that "
-                "encodes every text"
-            ) from error
-
-
-def load_tokenizer(
-    name: str, template_arguments: Mapping[str, Any] | None = None
-) -> DocumentTokenizer:
-    """Load a HuggingFace tokenizer from a directory, or by its name on the model hub.
 
     Raises:
         DataError: it is damaged, gives other tokens than its tokenizer.json, or its chat template
             is unusable.
     """
+
+    def __init__(self, name: str, template_arguments: Mapping[str, Any] | None = None) -> None:
+        loaded = _loaded(name)
+        self.name = name
+        self.backend = loaded.backend_tokenizer
+        self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
+        self.eod: int | None = loaded.eos_token_id
+        begins = _begins_with(self.backend, loaded.bos_token_id)
+        self.bos: int | None = loaded.bos_token_id if begins else None
+        if template_arguments and not loaded.chat_template:
+            raise DataError(f"--chat-template-kwargs: the tokenizer {name} has no chat template")
+        try:
+            self.conversations = ConversationRenderer(loaded, template_arguments or {})
+        except DataError as error:
+            raise DataError(f"--tokenizer {name}: {error}") from error
+
+    def encode(self, texts: Sequence[str], *, with_offsets: bool) -> "list[Encoding]":
+        """Token ids per text, with character offsets if asked for; no special tokens are added."""
+        encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
+        try:
+            encodings: list[Encoding] = encode(list(texts), add_special_tokens=False)
+        except Exception as error:
+            raise DataError(
+                f"--tokenizer {self.name}: it cannot encode a document ({error}); give one that "
+                "encodes every text"
+            ) from error
+        return encodings
+
+
+def _loaded(name: str) -> Any:
+    """The tokenizer of ``transformers``, which neither cuts nor pads."""
     path = Path(name).expanduser()
-    is_directory = path.is_dir()
-    if not is_directory and name.startswith(("/", "./", "../", "~")):
+    source = str(path) if path.is_dir() else name
+    if not path.is_dir() and name.startswith(("/", "./", "../", "~")):
         raise DataError(f"--tokenizer {name}: no such directory")
 
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            path if is_directory else name, trust_remote_code=False
-        )
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     # The libraries raise whatever damaged files lead to: KeyError, or the bare Exception of Rust.
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        problem = "" if is_directory else "not a directory, and not downloaded: "
+        problem = "" if path.is_dir() else "not a directory, and not downloaded: "
         raise DataError(
             f"--tokenizer {name}: {problem}{reason}; give a directory with tokenizer.json and "
             "tokenizer_config.json, or train one with examples/train_tokenizer.py"
@@ -307,28 +309,14 @@ def load_tokenizer(
         raise DataError(
             f"--tokenizer {name}: no tokenizer.json; convert it to a fast tokenizer first"
         )
-    backend = loaded.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    _check_encoding(name, loaded, str(path if is_directory else name))
-    if template_arguments and not loaded.chat_template:
-        raise DataError(f"--chat-template-kwargs: the tokenizer {name} has no chat template")
-    try:
-        conversations = ConversationRenderer(loaded, template_arguments or {})
-    except DataError as error:
-        raise DataError(f"--tokenizer {name}: {error}") from error
-    return DocumentTokenizer(
-        name=name,
-        backend=backend,
-        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
-        eod=loaded.eos_token_id,
-        bos=loaded.bos_token_id if _begins_with(backend, loaded.bos_token_id) else None,
-        conversations=conversations,
-    )
+    loaded.backend_tokenizer.no_truncation()
+    loaded.backend_tokenizer.no_padding()
+    _check_encoding(name, loaded, source)
+    return loaded
 
 
 def _check_encoding(name: str, loaded: Any, source: str) -> None:
-    """Raise unless ``transformers`` encodes as tokenizer.json says, if ``source`` has it.
+    """Raise unless ``transformers`` encodes as tokenizer.json of ``source`` says, if it has one.
 
     Some classes of ``transformers`` replace the file's pre-tokenizer or normaliser by their own.
     """

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from sparsebalance_megatron.convert.hf_config import Decoder, read_config
 from sparsebalance_megatron.convert.mapping import pack_qkv, parameters, to_megatron, unpack_qkv
-from sparsebalance_megatron.convert.megatron_model import write_settings
 from sparsebalance_megatron.convert.transfer import (
     INDEX,
     WHOLE,
@@ -27,14 +26,8 @@ from sparsebalance_megatron.convert.transfer import (
     write_weights,
 )
 from sparsebalance_megatron.errors import ConvertError
-from sparsebalance_megatron.evaluate.settings import KEY, SparseAttention
 
 PADDED = 256
-TRAINED = {
-    "sparse_block_size": 16,
-    "sparse_topk_blocks": 4,
-    "sparse_selection": "token-kv-head",
-}
 EMBEDDING_OF_HF = "model.embed_tokens.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -61,7 +54,7 @@ def transfer(
     model = read_config(directory)
     targets = poisoned_targets(model, dtype)
     with WeightFiles(directory) as files:
-        counts = read_weights(files, targets, model, iter)
+        counts = read_weights(files, targets, model)
     return model, targets, counts
 
 
@@ -126,7 +119,7 @@ def test_a_parameter_of_another_shape_is_an_error(tmp_path: Path) -> None:
         WeightFiles(directory) as files,
         pytest.raises(ConvertError, match=rf"{name}.*\[96, 64\].*\[192, 64\]"),
     ):
-        read_weights(files, targets, model, iter)
+        read_weights(files, targets, model)
 
 
 @pytest.fixture
@@ -143,7 +136,7 @@ def change(directory: Path, name: str, tensor: torch.Tensor) -> None:
 def test_mixed_dtypes_need_the_one_that_holds_both(whole: Path) -> None:
     change(whole, "lm_head.weight", load_file(whole / WHOLE)["lm_head.weight"].half())
     with WeightFiles(whole) as files:
-        assert files.dtypes["lm_head.weight"] == torch.float16
+        assert files.tensors["lm_head.weight"].dtype == torch.float16
         assert files.common_dtype() == torch.float32
 
 
@@ -174,17 +167,6 @@ def test_weights_that_are_there_twice_are_named(
         WeightFiles(directory)
 
 
-@pytest.mark.parametrize("settings", [None, SparseAttention(**TRAINED)])
-def test_attention_of_an_earlier_training_leaves_config_json(
-    settings: SparseAttention | None, tmp_path: Path
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"hidden_size": 8, KEY: {"sparse_topk_blocks": 2}}))
-    write_settings(tmp_path, settings)
-    own = {} if settings is None else {KEY: settings.as_config()}
-    assert json.loads(path.read_text()) == {"hidden_size": 8} | own
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
@@ -210,16 +192,18 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 def test_companions_are_copied_and_config_json_follows(
     stored: dict, changes: dict, dtype: str, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
+    """Keys of an earlier training are replaced, or fall away."""
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"earlier": 1, "replaced": 2}))
+    (tmp_path / "tokenizer.json").write_text("tokens")
+    (tmp_path / "README.md").write_text("not copied")
+    output = tmp_path / "out"
     output.mkdir()
-    (source / "config.json").write_text(json.dumps(stored))
-    (source / "tokenizer.json").write_text("tokens")
-    (source / "README.md").write_text("not copied")
-    copied = copy_companions(source, output, getattr(torch, dtype))
+    own_keys = {"earlier": None, "replaced": [3]}
+    copied = copy_companions(tmp_path, output, getattr(torch, dtype), own_keys)
     assert copied == ("config.json", "tokenizer.json")
     assert sorted(path.name for path in output.iterdir()) == sorted(copied)
-    assert json.loads((output / "config.json").read_text()) == stored | changes
+    written = json.loads((output / "config.json").read_text())
+    assert written == stored | changes | {"replaced": [3]}
     assert (output / "tokenizer.json").read_text() == "tokens"
 
 
