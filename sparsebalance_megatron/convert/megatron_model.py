@@ -200,7 +200,7 @@ def model_flags(model: Decoder, args: Namespace | None = None) -> Flags:
         "--num-query-groups": model.num_key_value_heads,
         "--kv-channels": model.head_dim,
         "--max-position-embeddings": model.max_position_embeddings,
-        **_rope_flags(model.rope),
+        **_rope_flags(model.rope_parameters),
         "--normalization": "RMSNorm",
         "--norm-epsilon": model.rms_norm_eps,
         "--swiglu": True,

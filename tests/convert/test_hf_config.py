@@ -53,7 +53,7 @@ def write(directory: Path, config: Any) -> Path:
 def test_defaults_of_absent_keys(tmp_path: Path) -> None:
     model = read_config(write(tmp_path, LLAMA))
     assert (model.head_dim, model.rms_norm_eps) == (128, 1e-6)
-    assert (model.rope.rope_type, model.rope.rope_theta) == ("default", 10000)
+    assert (model.rope_parameters.rope_type, model.rope_parameters.rope_theta) == ("default", 10000)
     assert (model.tie_word_embeddings, model.has_qkv_bias, model.weights_dtype) == (
         *(False, False),
         None,
@@ -95,7 +95,7 @@ def test_rope_is_read_in_every_spelling(rope: dict[str, Any], tmp_path: Path) ->
     theirs = AutoConfig.from_pretrained(tmp_path)
     keys = ("rope_type", "rope_theta", "factor")
     read = tuple(theirs.rope_parameters.get(key) for key in keys)
-    assert tuple(getattr(model.rope, key) for key in keys) == read
+    assert tuple(getattr(model.rope_parameters, key) for key in keys) == read
     assert read in {("linear", 1e6, 4.0), ("llama3", 1e6, 8.0), ("default", 1e6, None)}
     assert model.weights_dtype == theirs.dtype
     assert model.max_position_embeddings == theirs.max_position_embeddings
