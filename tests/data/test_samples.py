@@ -4,13 +4,14 @@
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from data.stored_documents import write_stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import data as oracle
@@ -21,7 +22,6 @@ from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 
-WriteDataset = Callable[..., Path]
 OVERLONG = ("split", "truncate", "drop")
 
 document_lengths = st.lists(st.integers(0, 23), min_size=1, max_size=12)
@@ -46,10 +46,10 @@ def pairs_of(sample: Sample) -> list[oracle.Pair]:
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory, write_dataset: WriteDataset) -> SampleIndex:
+def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
     """7 samples of one epoch."""
     documents = distinct_documents([9, 3, 20, 2, 5])
-    return open_index(write_dataset(tmp_path_factory.mktemp("index") / "data", documents))
+    return open_index(write_stored(tmp_path_factory.mktemp("index") / "data", documents))
 
 
 @given(
@@ -68,12 +68,11 @@ def test_samples_equal_naive_construction(
     sequences: int,
     weights: str,
     split: str,
-    write_dataset: WriteDataset,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     everything_stored = distinct_documents(lengths)
     prefix = tmp_path_factory.mktemp("samples") / "data"
-    write_dataset(prefix, everything_stored, sequences_per_document=sequences)
+    write_stored(prefix, everything_stored, sequences_per_document=sequences)
     documents = everything_stored[slice(*split_range(len(lengths), weights, split))]
     per_document = [oracle.samples(document, max_tokens, overlong) for document in documents]
     expected = list(chain.from_iterable(per_document))
@@ -148,9 +147,9 @@ def test_bad_split_weights_are_named(weights: str) -> None:
         split_range(10, weights, "train")
 
 
-def test_digest_tells_data_and_options_apart(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    prefix = write_dataset(tmp_path / "data", distinct_documents([5, 9, 30]))
-    other = write_dataset(tmp_path / "other", distinct_documents([9, 5, 30]))
+def test_digest_tells_data_and_options_apart(tmp_path: Path) -> None:
+    prefix = write_stored(tmp_path / "data", distinct_documents([5, 9, 30]))
+    other = write_stored(tmp_path / "other", distinct_documents([9, 5, 30]))
     digests = {
         open_index(prefix).digest(),
         open_index(other).digest(),
@@ -236,16 +235,16 @@ def few_open_files(more: int) -> Iterator[int]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_more_data_sets_than_files_may_be_open(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    written = [write_dataset(tmp_path / str(i), [[i, i + 1]]) for i in range(20)]
+def test_more_data_sets_than_files_may_be_open(tmp_path: Path) -> None:
+    written = [write_stored(tmp_path / str(i), [[i, i + 1]]) for i in range(20)]
     with few_open_files(4):
         opened = [Documents.open(prefix) for prefix in written]
         found = [each.tokens[0:2].tolist() for each in opened]
     assert found == [[i, i + 1] for i in range(20)]
 
 
-def test_the_limit_of_open_files_is_named(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    prefix = write_dataset(tmp_path / "data", [[1, 2]])
+def test_the_limit_of_open_files_is_named(tmp_path: Path) -> None:
+    prefix = write_stored(tmp_path / "data", [[1, 2]])
     with few_open_files(0) as limit, ExitStack() as opened, pytest.raises(DataError) as error:
         with suppress(OSError):
             while True:
@@ -257,10 +256,8 @@ def test_the_limit_of_open_files_is_named(tmp_path: Path, write_dataset: WriteDa
     )
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_named(
-    tmp_path: Path, write_dataset: WriteDataset
-) -> None:
-    prefix = write_dataset(tmp_path / "data", [[1, 2, 3, 4]])
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
+    prefix = write_stored(tmp_path / "data", [[1, 2, 3, 4]])
     opened = Documents.open(prefix)
     Path(f"{prefix}.bin").write_bytes(bytes(8))
     assert opened.tokens[0:2].tolist() == [0, 0]

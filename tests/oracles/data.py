@@ -44,18 +44,3 @@ def packed_sequence(
         row.append((pad_token, pad_token, position, 0.0))
         position += 1
     return row
-
-
-def blended_sources(weights: Sequence[float], places: int) -> list[int]:
-    """Which source every place takes from: the one that lacks most of its share, the first of
-    equals."""
-    total = sum(weights)
-    taken = [0] * len(weights)
-    chosen = []
-    for place in range(places):
-        lacking = [
-            weight / total * max(place, 1) - t for weight, t in zip(weights, taken, strict=True)
-        ]
-        chosen.append(lacking.index(max(lacking)))
-        taken[chosen[-1]] += 1
-    return chosen
