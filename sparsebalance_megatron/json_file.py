@@ -55,13 +55,10 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         # Without this flag, opening a pipe without a writer would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise NoSuchFileError(f"cannot be read ({error.strerror})") from error
-    except OSError as error:
-        raise UnreadableFileError(f"cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        # A zero byte in the path.
-        raise UnreadableFileError(f"cannot be read ({error})") from error
+    except (OSError, ValueError) as error:
+        # A zero byte in the path is a ValueError.
+        kind = NoSuchFileError if isinstance(error, FileNotFoundError) else UnreadableFileError
+        raise kind(f"cannot be read ({getattr(error, 'strerror', error)})") from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

@@ -21,9 +21,6 @@ from sparsebalance_megatron.convert.hf_config import Decoder
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 
-_RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
-"""Tensors of old checkpoints that follow from config.json."""
-
 _FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up|down)_proj")
 
 
@@ -162,8 +159,8 @@ def unpack_qkv(qkv: Tensor, *, query_groups: int, head_dim: int) -> tuple[Tensor
 
 
 def is_recomputed(name: str) -> bool:
-    """Whether a tensor of Hugging Face follows from config.json."""
-    return _RECOMPUTED.fullmatch(name) is not None
+    """Whether a tensor of Hugging Face, of an old checkpoint, follows from config.json."""
+    return name.endswith(".rotary_emb.inv_freq")
 
 
 def experts_in(

@@ -17,13 +17,11 @@ _PLAIN = (
 )
 """The template of tokenizers without one."""
 
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""The tag of ``transformers`` around what an assistant generates."""
-
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """What begins and ends a tag's text where it is marked: codes that are no characters."""
 _MARK_MACRO = f"{{% macro _marked() %}}{_OPEN}{{{{ caller() }}}}{_CLOSE}{{% endmacro %}}\n"
-_GENERATION_WORDS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+_GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+"""The tags of ``transformers`` around what an assistant generates."""
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _THINK_TAG = re.compile(r"</?think(?:ing)?>")
@@ -77,7 +75,7 @@ class ConversationRenderer:
             raise DataError(f"chat_template is {type(template).__name__}, not text")
         self._template = template
         self._is_marked = _GENERATION.search(template) is not None
-        self._marking_template = _MARK_MACRO + _GENERATION_WORDS.sub(
+        self._marking_template = _MARK_MACRO + _GENERATION.sub(
             lambda word: f"{word[1]}{'endcall' if word[2] else 'call _marked()'}{word[3]}", template
         )
         self.notes = tuple(self._notes())

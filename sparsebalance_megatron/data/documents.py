@@ -10,9 +10,7 @@ i32, byte offsets i64, document boundaries i64 (sequence numbers, from 0), and f
 one mode i8 per sequence.
 """
 
-import errno
 import os
-import resource
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -180,12 +178,6 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            raise DataError(
-                f"{path}: too many open files: this process may open {limit}; raise the limit with "
-                "ulimit -n"
-            ) from error
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); check its permissions, or copy it again"
         ) from error

@@ -8,14 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from convert.tiny_models import VARIANTS, VOCABULARY, save, stored_tensors, tiny_config, tiny_model
-from hypothesis import given
-from hypothesis import strategies as st
-from oracles.convert import linear_qkv_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparsebalance_megatron.convert.hf_config import Decoder, read_config
-from sparsebalance_megatron.convert.mapping import pack_qkv, parameters, to_megatron, unpack_qkv
+from sparsebalance_megatron.convert.mapping import parameters, to_megatron
 from sparsebalance_megatron.convert.transfer import (
     INDEX,
     WHOLE,
@@ -207,9 +204,6 @@ def test_companions_are_copied_and_config_json_follows(
     assert (output / "tokenizer.json").read_text() == "tokens"
 
 
-SIZES = st.integers(1, 5)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_tensor_of_transformers_is_the_source_of_one_parameter(
     variant: str, tmp_path: Path
@@ -222,21 +216,3 @@ def test_every_tensor_of_transformers_is_the_source_of_one_parameter(
     shapes = {source: shape for each in mapped for source, shape in each.sources.items()}
     written = stored_tensors(tiny_model(variant))
     assert shapes == {name: tuple(tensor.shape) for name, tensor in written.items()}
-
-
-@pytest.mark.parametrize("columns", [None, 3])
-@given(groups=SIZES, heads_per_group=SIZES, head_dim=SIZES)
-def test_qkv(columns: int | None, groups: int, heads_per_group: int, head_dim: int) -> None:
-    """Every row holds its own number; biases have no columns."""
-    kv_rows = groups * head_dim
-    rows = [heads_per_group * kv_rows, kv_rows, kv_rows]
-    numbers = torch.arange(sum(rows), dtype=torch.float32)
-    matrix = numbers if columns is None else numbers[:, None].expand(-1, columns)
-    q, k, v = matrix.split(rows)
-    packed = pack_qkv(q, k, v, query_groups=groups)
-    expected = linear_qkv_rows(q.tolist(), k.tolist(), v.tolist(), groups=groups, head_dim=head_dim)
-    assert packed.tolist() == expected
-    for back, source in zip(
-        unpack_qkv(packed, query_groups=groups, head_dim=head_dim), (q, k, v), strict=True
-    ):
-        assert torch.equal(back, source)

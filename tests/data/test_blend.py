@@ -208,17 +208,6 @@ def test_the_order_is_that_of_megatrons_own_blend(
     assert ours.tolist() == index._order.places(0, 30)[0].tolist()
 
 
-def test_lengths_and_order_are_known_without_reading_tokens(folder: Path) -> None:
-    """As those of training, of the same split."""
-    blend = blend_of(folder, *NAMES, weights=(0.6, 0.1, 0.3))
-    opened, planned = (
-        open_blend(blend, split_weights="80,20,0", lengths_only=only) for only in (False, True)
-    )
-    samples = planned.global_batch(3, 40)
-    assert samples.tolist() == opened.global_batch(3, 40).tolist()
-    assert planned.lengths_of(samples).tolist() == opened.lengths_of(samples).tolist()
-
-
 @pytest.mark.parametrize("weights", [None, (1.0, 5.0, 2.0)])
 def test_every_place_has_the_next_sample_of_its_source_alone(
     folder: Path, weights: tuple[float, ...] | None

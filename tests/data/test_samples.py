@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored documents, the sample index and packed sequences against token-by-token construction."""
+"""Stored documents and the sample index against token-by-token construction."""
 
 import os
 import re
 import resource
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from oracles import data as oracle
 
 from sparsebalance_megatron.data.data_set import epoch_permutation, split_range
 from sparsebalance_megatron.data.documents import Documents, StoredValues, check_loss_mask
-from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens
+from sparsebalance_megatron.data.packing import Sample, packed_cu_seqlens
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 
@@ -168,31 +166,6 @@ def test_samples_out_of_range_are_refused(index: SampleIndex) -> None:
         index.global_batch(0, 0)
 
 
-token_lists = st.lists(
-    st.lists(st.integers(0, 65_000), min_size=2, max_size=9), min_size=1, max_size=6
-)
-
-
-@given(
-    tokens=token_lists,
-    multiple=st.integers(1, 8),
-    dtype=st.sampled_from([np.uint16, np.int32, np.int64]),
-)
-@settings(max_examples=80)
-def test_packing_equals_naive_packing(
-    tokens: list[list[int]], multiple: int, dtype: type[np.number]
-) -> None:
-    samples = [Sample(tokens=np.array(sample, dtype=dtype)) for sample in tokens]
-    boundaries = packed_cu_seqlens([len(sample) - 1 for sample in tokens], multiple)
-    row = pack(samples, boundaries)
-    expected = oracle.packed_sequence([oracle.predictions(s) for s in tokens], multiple, 0)
-    columns = (row.tokens, row.labels, row.position_ids, row.loss_mask)
-    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
-    assert [column.dtype for column in columns] == [np.int64, np.int64, np.int64, np.float32]
-    starts = [place for place, row in enumerate(expected) if row[2] == 0]
-    assert [*boundaries] == [*starts, len(expected)]
-
-
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
         packed_cu_seqlens([])
@@ -223,37 +196,17 @@ def test_places_of_a_large_file_are_looked_at(
             check_loss_mask(stored)
 
 
-@contextmanager
-def few_open_files(more: int) -> Iterator[int]:
-    """Inside, this process may open as many more files; the limit is given."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = max(map(int, os.listdir("/proc/self/fd"))) + 1 + more
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    try:
-        yield limit
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_more_data_sets_than_files_may_be_open(tmp_path: Path) -> None:
     written = [write_stored(tmp_path / str(i), [[i, i + 1]]) for i in range(20)]
-    with few_open_files(4):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 5
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
         opened = [Documents.open(prefix) for prefix in written]
         found = [each.tokens[0:2].tolist() for each in opened]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found == [[i, i + 1] for i in range(20)]
-
-
-def test_the_limit_of_open_files_is_named(tmp_path: Path) -> None:
-    prefix = write_stored(tmp_path / "data", [[1, 2]])
-    with few_open_files(0) as limit, ExitStack() as opened, pytest.raises(DataError) as error:
-        with suppress(OSError):
-            while True:
-                opened.enter_context(open(os.devnull))
-        Documents.open(prefix)
-    assert str(error.value) == (
-        f"{prefix}.idx: too many open files: this process may open {limit}; raise the limit with "
-        "ulimit -n"
-    )
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples and packed sequences, built token by token."""
+"""Samples, built token by token."""
 
 from collections.abc import Sequence
 
@@ -29,18 +29,3 @@ def samples(document: Sequence[int], max_tokens: int, overlong: str) -> list[lis
             pieces.append([])
         pieces[-1].append(pair)
     return pieces
-
-
-def packed_sequence(
-    samples_of_pairs: Sequence[Sequence[Pair]], multiple: int, pad_token: int
-) -> list[tuple[int, int, int, float]]:
-    """(token, label, position, loss weight) per place of the sequence."""
-    row: list[tuple[int, int, int, float]] = []
-    for pairs in samples_of_pairs:
-        for position, (token, label) in enumerate(pairs):
-            row.append((token, label, position, 1.0))
-    position = 0
-    while len(row) % multiple:
-        row.append((pad_token, pad_token, position, 0.0))
-        position += 1
-    return row
