@@ -316,9 +316,9 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
     }
     # A blend's share to as many digits as weights have.
     sources = {
-        f"source {number}": f"{Path(source.prefix).name}, weight {source.weight:.9g}, samples "
+        f"source {number}": f"{Path(source.prefix).name}, weight {weight:.9g}, samples "
         f"{source.digest[:16]}"
-        for number, source in enumerate(inputs.train.sources, start=1)
+        for number, (source, weight) in enumerate(inputs.train.sources, start=1)
     }
     others = {
         "job shape": str(inputs.job),

@@ -128,8 +128,8 @@ def run_header(inputs: Inputs, device: torch.device, world_size: int) -> RunHead
         world_size=world_size,
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         sources=tuple(
-            {"prefix": each.prefix, "weight": each.weight, "counts": asdict(each.counts)}
-            for each in inputs.train.sources
+            {"prefix": each.prefix, "weight": weight, "counts": asdict(each.counts)}
+            for each, weight in inputs.train.sources
         ),
     )
 

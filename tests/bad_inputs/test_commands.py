@@ -20,7 +20,6 @@ TRAINED = "--global-batch-size 8 --pipeline-model-parallel-size 2"
 PREPARE = "prepare-data --input {folder}/good.jsonl --output-prefix {folder}/out"
 REPORT = "report {folder}/run -o {folder}/page.html"
 SUMMARY = "summary --baseline {folder}/run --run {folder}/run"
-FROM_HF = "convert from-hf {folder}/nowhere --output {folder}/out"
 TO_HF = "convert to-hf {folder}/nowhere --hf-config {folder}/nowhere --output {folder}/out"
 
 COMMANDS = {
@@ -115,11 +114,8 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
         "--output-prefix {folder}/in",
         "{folder}/in",
     ),
-    "output that is there": (f"{PREPARE_INTO}{{folder}}/there", "there.bin", "--overwrite"),
-    "a run that is not there": ("report {folder}/nowhere", "nowhere"),
     "a run that is a file": ("report {folder}/good.jsonl", "good.jsonl"),
     "an empty run": ("report {folder}/empty", "empty"),
-    "no config": (FROM_HF, "nowhere/config.json"),
     "output that is not empty": ("convert from-hf {folder}/nowhere --output {folder}", "{folder}"),
     "output that is a file": (f"{FROM}/nowhere --output {{folder}}/good.jsonl", "good.jsonl"),
     "output that is a link": (f"{FROM}/nowhere --output {{folder}}/dangling", "dangling"),
@@ -140,8 +136,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(CONFIG))
     (folder / "good.jsonl").write_text(json.dumps({"text": "one two three"}) + "\n")
-    for name in ("in.bin", "there.bin", "there.idx"):
-        (folder / name).write_bytes((folder / "good.jsonl").read_bytes())
+    (folder / "in.bin").write_bytes((folder / "good.jsonl").read_bytes())
     (folder / "empty").mkdir()
     save_tokenizer(folder / "tokenizer")
     (folder / "dangling").symlink_to(folder / "nothing")

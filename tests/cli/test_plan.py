@@ -13,6 +13,7 @@ from predict.predict_cases import SHAPE
 from sparsebalance_megatron import cli
 from sparsebalance_megatron.convert.hf_config import read_config
 from sparsebalance_megatron.convert.megatron_model import model_flags
+from sparsebalance_megatron.convert.megatron_model import words as flag_words
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.table import RunIdentity
 
@@ -161,8 +162,7 @@ def test_layouts_that_do_not_fit_are_marked_and_not_planned(capsys: Captured, fo
 
 def test_a_model_is_the_flags_that_convert_writes(capsys: Captured, folder: Path) -> None:
     model = read_config(folder / "model")
-    flags = model_flags(model)
-    words = tuple(word for flag in flags for word in flag)
+    words = flag_words(model_flags(model))
     expected = found(capsys)
     assert expected["flags"] == [*words, *STEP, "--sparse-balance"]
     own = ("--gpus", "4", "--lengths", "lengths.json", "--steps", "2", "--json")
