@@ -8,7 +8,7 @@ import sys
 import tarfile
 import zipfile
 from dataclasses import dataclass
-from email.parser import Parser
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ import pytest
 from sparsebalance_megatron import __version__
 
 REPOSITORY = Path(__file__).parents[1]
+EXTRAS = {"data", "docs", "evaluate", "fa4", "pretrained", "te", "test", "tools", "wandb"}
+REQUIREMENTS = {"torch", "megatron-core", "filelock", "msgspec", "numpy", "scipy", "psutil", "tqdm"}
 BUILD = "from setuptools import build_meta as b; b.build_sdist({0!r}); b.build_wheel({0!r})"
 NOT_SOURCE = ("__pycache__", "*.egg-info", "build", "dist", "runs", ".*_cache", ".hypothesis")
 
@@ -104,13 +106,22 @@ def test_an_unpacked_wheel_copies_its_examples(built: Built, tmp_path: Path) -> 
 
 
 def test_metadata(built: Built) -> None:
-    (path,) = built.wheel.glob("*.dist-info/METADATA")
-    metadata = Parser().parsestr(path.read_text("utf-8"))
-    assert metadata["Version"] == __version__
+    (path,) = built.wheel.glob("*.dist-info")
+    found = Distribution.at(path)
+    assert found.version == __version__
+    commands = found.entry_points.select(group="console_scripts")
+    assert [(each.name, each.value) for each in commands] == [
+        ("sparse-balance", "sparsebalance_megatron.cli:main")
+    ]
+    metadata = found.metadata
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert "torch>=2.8.0a0" in metadata.get_all("Requires-Dist", [])
-    page = metadata.get_payload()
-    assert isinstance(page, str) and "# SparseBalance for Megatron" in page
+    assert set(metadata.get_all("Provides-Extra")) == EXTRAS
+    required = [line for line in found.requires if "extra ==" not in line]
+    assert {re.match(r"[\w-]+", line)[0] for line in required} == REQUIREMENTS
+    assert "torch>=2.8.0a0" in required
+    assert not any(re.match(r"apex\b", line) for line in found.requires)
+    page = metadata["Description"]
+    assert "# SparseBalance for Megatron" in page
     targets = re.findall(r"\]\(([^)\s]+)\)", page)
     assert targets
     assert [target for target in targets if not target.startswith("https://")] == []

@@ -7,7 +7,6 @@ scripts make it and other pages.
 
 import re
 import runpy
-from importlib.metadata import PackageNotFoundError, distribution
 from inspect import getmembers, isfunction, signature
 from pathlib import Path
 
@@ -16,18 +15,13 @@ import pytest
 import sparsebalance_megatron
 from sparsebalance_megatron import cli, integration
 
+ROOT = Path(__file__).parents[1]
 EXPORTS = ["SparseBalanceConfig", "__version__"]
 INTEGRATION = {
     "HostJob": [
         *("layout", "shape", "max_sample_tokens", "global_batch_size", "pad_samples_to"),
-        *(
-            "recompute_all",
-            "recompute_attention",
-            "neighbours_per_node",
-            "expert_parallel_size",
-            "frozen_weights",
-            "takes_packed_sequences",
-        ),
+        *("recompute_all", "recompute_attention", "neighbours_per_node", "expert_parallel_size"),
+        *("frozen_weights", "takes_packed_sequences"),
     ],
     "HostPlanner": ["config", "job", "cost", "clock"],
     "Job": [
@@ -59,10 +53,7 @@ HANDLES = {
     "HostPlanner": {
         "learn": ["planned", "measured"],
         "load_state_dict": ["state"],
-        "plan": [
-            *("lengths_tokens", "micro_batches", "placement", "pinned_LS"),
-            "step",
-        ],
+        "plan": ["lengths_tokens", "micro_batches", "placement", "pinned_LS", "step"],
         "state_dict": [],
     },
     "HostRun": {
@@ -92,9 +83,6 @@ COMMANDS = {
     *("convert", "env", "examples", "plan", "prepare-data", "profile", "report"),
     *("sensitivity", "summary", "watch"),
 }
-DISTRIBUTION = "sparsebalance-megatron"
-EXTRAS = {"data", "docs", "evaluate", "fa4", "pretrained", "te", "test", "tools", "wandb"}
-REQUIREMENTS = {"torch", "megatron-core", "filelock", "msgspec", "numpy", "scipy", "psutil", "tqdm"}
 
 
 def test_exports() -> None:
@@ -122,24 +110,6 @@ def test_methods_of_handles(handle: str) -> None:
 
 def test_commands() -> None:
     assert set(cli.COMMANDS) == COMMANDS
-
-
-def test_installed_metadata() -> None:
-    try:
-        installed = distribution(DISTRIBUTION)
-    except PackageNotFoundError:
-        pytest.skip("the package is not installed, only on the path")
-    assert installed.version == sparsebalance_megatron.__version__
-    commands = installed.entry_points.select(group="console_scripts")
-    scripts = {command.name: command.value for command in commands}
-    assert scripts == {"sparse-balance": "sparsebalance_megatron.cli:main"}
-    assert set(installed.metadata.get_all("Provides-Extra")) == EXTRAS
-    required = [line for line in installed.requires or [] if "extra ==" not in line]
-    assert {re.match(r"[\w-]+", line)[0] for line in required} == REQUIREMENTS  # type: ignore[index]
-    assert not any(re.match(r"apex\b", line) for line in installed.requires or [])
-
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_generated_pages_are_up_to_date() -> None:
