@@ -43,7 +43,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from forked_ranks import cpu_environment, free_port, run_alone, run_ranks
+from forked_ranks import cpu_environment, run_alone, run_ranks
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "scripts" / "quickstart.sh"
@@ -119,7 +119,6 @@ def train(ranks: int, *program: str) -> None:
             ranks,
             program,
             environment=cpu_environment(),
-            master_port=free_port(),
             output=Path(output.name),
             timeout_s=LIMIT_S,
         )

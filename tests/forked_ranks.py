@@ -63,7 +63,6 @@ def run_ranks(
     program: Sequence[str],
     *,
     environment: Mapping[str, str],
-    master_port: int,
     output: Path,
     timeout_s: float,
     folder: Path | None = None,
@@ -80,14 +79,11 @@ def run_ranks(
     Returns:
         0, the exit code of the rank that failed first, or None after ``timeout_s`` seconds.
     """
-    places = [
-        {
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
-            **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port)},
-        }
-        for rank in range(ranks)
-    ]
+    common = {
+        **{"GROUP_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }
+    places = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     where = folder or Path.cwd()
     return _run(program, environment, places, where, output, output, timeout_s, begun)
 

@@ -26,6 +26,7 @@ from sparsebalance_megatron import integration
 from sparsebalance_megatron.run.training_hooks import TrainingHooks
 
 (PATCH,) = (REPOSITORY / "patches").glob("*.patch")
+pytestmark = pytest.mark.distributed
 RUNNER = REPOSITORY / "tests" / "programs" / "upstream_pretrain.py"
 FLAGS = (
     *MODEL_FLAGS,
@@ -57,74 +58,71 @@ def apply(checkout: Path, *options: str) -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.distributed
-@pytest.mark.skipif(
-    "MEGATRON_LM_PATH" not in os.environ,
-    reason="MEGATRON_LM_PATH names no Megatron-LM checkout: whether a patch applies and comes out "
-    "again, changes no bit with the flag off, and trains as the plugin's own entry point is not "
-    "tried",
-)
-class TestRealCheckout:
-    @pytest.fixture(scope="class")
-    def directory(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tmp_path_factory.mktemp("patches")
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("patches")
 
-    @pytest.fixture(scope="class")
-    def unpatched(self, directory: Path) -> Path:
-        """The script, what it imports from beside it, and Megatron; of a repository as of HEAD."""
-        source, target = Path(os.environ["MEGATRON_LM_PATH"]), directory / "unpatched"
-        target.mkdir()
-        if (source / ".git").exists():
-            command = ["git", "-C", str(source), "archive", "HEAD", "megatron", ":(glob)*.py"]
-            archive = subprocess.run(command, capture_output=True, check=True)
-            subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
-        else:
-            shutil.copytree(source / "megatron", target / "megatron")
-            for path in source.glob("*.py"):
-                shutil.copy(path, target)
-        return target
 
-    @pytest.fixture(scope="class")
-    def patched(self, directory: Path, unpatched: Path) -> Path:
-        shutil.copytree(unpatched, directory / "patched")
-        apply(directory / "patched")
-        return directory / "patched"
+@pytest.fixture(scope="module")
+def unpatched(directory: Path) -> Path:
+    """The script, what it imports from beside it, and Megatron."""
+    if "MEGATRON_LM_PATH" not in os.environ:
+        pytest.skip(
+            "MEGATRON_LM_PATH names no Megatron-LM checkout: whether a patch applies and comes out "
+            "again, changes no bit with the flag off, and trains as the plugin's own entry point "
+            "is not tried"
+        )
+    source, target = Path(os.environ["MEGATRON_LM_PATH"]), directory / "unpatched"
+    target.mkdir()
+    shutil.copytree(source / "megatron", target / "megatron")
+    for path in source.glob("*.py"):
+        shutil.copy(path, target)
+    return target
 
-    @pytest.fixture
-    def run(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainingRun]:
-        def train(
-            checkout: Path, *flags: str, log_dir: Path | None = None, module: str = ""
-        ) -> TrainingRun:
-            monkeypatch.setenv("MEGATRON_LM_PATH", str(checkout))
-            program = (str(RUNNER), *(("-m", module) if module else ()))
-            flags = (*FLAGS, *flags)
-            done = run_training(2, flags, log_dir=log_dir, program=program, torchrun=True)
-            return done.require_success()
 
-        return train
+@pytest.fixture(scope="module")
+def patched(directory: Path, unpatched: Path) -> Path:
+    shutil.copytree(unpatched, directory / "patched")
+    apply(directory / "patched")
+    return directory / "patched"
 
-    def test_it_applies_and_comes_out_again(self, unpatched: Path, patched: Path) -> None:
-        apply(unpatched, "--check")
-        apply(patched, "--check", "--reverse")
 
-    def test_off_it_trains_as_unpatched(
-        self, unpatched: Path, patched: Path, run: Callable[..., TrainingRun]
-    ) -> None:
-        plain, off = (run(checkout, "--mock-data") for checkout in (unpatched, patched))
-        assert len(plain.losses) == 3
-        assert (off.losses, off.grad_norms) == (plain.losses, plain.grad_norms)
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., TrainingRun]:
+    def train(
+        checkout: Path, *flags: str, log_dir: Path | None = None, module: str = ""
+    ) -> TrainingRun:
+        monkeypatch.setenv("MEGATRON_LM_PATH", str(checkout))
+        program = (str(RUNNER), *(("-m", module) if module else ()))
+        flags = (*FLAGS, *flags)
+        done = run_training(2, flags, log_dir=log_dir, program=program, torchrun=True)
+        return done.require_success()
 
-    def test_on_it_trains_as_the_plugins_own_entry_point(
-        self, unpatched: Path, patched: Path, directory: Path, run: Callable[..., TrainingRun]
-    ) -> None:
-        documents = write_documents(directory / "train", long_tailed_lengths(30, longest=250))
-        flags = (*BALANCE_FLAGS, "--data-path", str(documents))
-        on = run(patched, *flags, log_dir=directory / "on")
-        entry_point = "sparsebalance_megatron.pretrain_gpt"
-        own = run(unpatched, *flags, log_dir=directory / "own", module=entry_point)
-        assert len(on.losses) == 3
-        assert (on.losses, on.grad_norms) == (own.losses, own.grad_norms)
-        assert_same_steps(on.steps, own.steps)
-        predicted = on.steps[-1]["predicted"]
-        assert predicted["samples_cut"] + predicted["samples_raised"] > 0
-        assert all((measured_ms(step)[0] > 0).all() for step in on.steps)
+    return train
+
+
+def test_it_applies_and_comes_out_again(unpatched: Path, patched: Path) -> None:
+    apply(unpatched, "--check")
+    apply(patched, "--check", "--reverse")
+
+
+def test_off_it_trains_as_unpatched(
+    unpatched: Path, patched: Path, run: Callable[..., TrainingRun]
+) -> None:
+    plain, off = (run(checkout, "--mock-data") for checkout in (unpatched, patched))
+    assert len(plain.losses) == 3
+    assert (off.losses, off.grad_norms) == (plain.losses, plain.grad_norms)
+
+
+def test_on_it_trains_as_the_plugins_own_entry_point(
+    unpatched: Path, patched: Path, directory: Path, run: Callable[..., TrainingRun]
+) -> None:
+    documents = write_documents(directory / "train", long_tailed_lengths(30, longest=250))
+    flags = (*BALANCE_FLAGS, "--data-path", str(documents))
+    on = run(patched, *flags, log_dir=directory / "on")
+    entry_point = "sparsebalance_megatron.pretrain_gpt"
+    own = run(unpatched, *flags, log_dir=directory / "own", module=entry_point)
+    assert len(on.losses) == 3
+    assert (on.losses, on.grad_norms) == (own.losses, own.grad_norms)
+    assert_same_steps(on.steps, own.steps)
+    assert all((measured_ms(step)[0] > 0).all() for step in on.steps)
