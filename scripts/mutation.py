@@ -4,9 +4,10 @@
     python scripts/mutation.py --json benchmarks/results/mutation.json --minutes 10
 
 Draws changes (``mutants.py``) evenly over the files of some folders, makes one at a time in a copy
-of the repository, and runs the tests of the changed file: ``tests/plan/test_x.py`` for ``plan/x.py``
-and those that ``TESTS`` adds. A change after which all of them pass has survived. The same command
-goes on where the last one stopped; --again runs survivors anew, after tests were added.
+of the repository, and runs the tests of the changed file: ``tests/plan/test_x.py`` for
+``plan/x.py`` and those that ``TESTS`` adds. A change after which all of them pass has survived. The
+same command goes on where the last one stopped; --again runs survivors anew, after tests were
+added.
 
 Tests are run in processes forked from this one, which has imported the libraries that they need.
 """
