@@ -127,16 +127,11 @@ def free_port() -> int:
     Raises:
         OSError: none of many is free.
     """
-    for port in random.SystemRandom().sample(_PORTS, min(_PORT_ATTEMPTS, len(_PORTS))):
-        with socket.socket() as listener:
-            try:
-                listener.bind(("", port))
-            except OSError:
-                continue
+    for port in random.SystemRandom().sample(_PORTS, _PORT_ATTEMPTS):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", port))
             return port
-    raise OSError(
-        f"none of {_PORT_ATTEMPTS} ports from {_PORTS.start} to {_PORTS.stop - 1} is free"
-    )
+    raise OSError(f"none of {_PORT_ATTEMPTS} ports of {_PORTS} is free")
 
 
 def _run(
