@@ -5,11 +5,12 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from pretrained import arms, measures, model, sensitivities
-from pretrained.block_scores import measure_projections
+from data.tokenizers_of_tests import train_tokenizer
+from pretrained import arms, command, measures, model, sensitivities
 from pretrained.budgets import layer_budgets, proportional
 from pretrained.documents import (
     COPY,
@@ -19,15 +20,23 @@ from pretrained.documents import (
     NEEDLE,
     TEXT,
     Document,
-    Group,
     digest,
     make_documents,
 )
 from pretrained.reading import Reader, Scores
-from pretrained.results import ScoreFiles, summarised, table
+from pretrained.results import summarised
 from pretrained.rules import EXPERIMENTS, best_blocks, masses, rule_of
-from pretrained.session import Session
-from pretrained_inputs import BLOCK, LAYERS, TOKENS, asked_of, documents, encode, tiny_reader
+from pretrained_inputs import (
+    BLOCK,
+    LAYERS,
+    TOKENS,
+    VOCABULARY,
+    asked_of,
+    documents,
+    encode,
+    tiny_model,
+    tiny_reader,
+)
 
 from sparsebalance_megatron.layer_budgets import DENSE
 
@@ -213,23 +222,23 @@ def test_a_cut_of_a_layer_costs_what_the_whole_pass_says(reader: Reader) -> None
     assert sensitivities.cuts(reader, some, BLOCK) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_arm_reads(kind: str, reader: Reader, tmp_path: Path) -> None:
-    session = Session(
-        reader=reader,
-        files=ScoreFiles(tmp_path),
-        sensitivities=KNOWN,
-        projections={TOKENS: measure_projections(reader, documents(TEXT), BLOCK)},
-    )
-    group = Group(kind=kind, tokens=TOKENS, block_size=BLOCK * 2)
-    wish = arms.parse_arm("previous-block 8 wishes=tile-16 scores=half")
-    some = (*arms.SHORT_ARMS, wish)
-    found = session.read(group, documents(kind), some)
-    assert found["arms"].keys() >= {each.name for each in some}
-    assert found["arms"][wish.name]["wishes"]["cut"] == 0
-    again = session.read(group, documents(kind), some)
-    assert json.dumps(found) == json.dumps(again)
-    dense = found["arms"][arms.ALL]["figures"]
-    if kind == TEXT:
-        assert dense["loss over dense"]["mean"] == dense["far"]["mean"] == 0.0
-    assert all(name in table({"group": found}) for name in found["arms"])
+def test_the_command_reads_all_kinds_by_all_arms(tmp_path: Path) -> None:
+    """A second time what the first has kept."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    train_tokenizer(["A text of words, 12345."], VOCABULARY, tmp_path / "model")
+    path = tmp_path / "result.json"
+
+    def read(*words: str) -> dict[str, Any]:
+        common = ("--directory", str(tmp_path), "--documents", "1", "--json", str(path))
+        assert command.main([*common, *words]) == 0
+        return json.loads(path.read_text())["groups"]
+
+    groups = ("--groups", *(f"{kind}-1024" for kind in KINDS))
+    found = read(*groups)
+    assert found == read(*groups)
+    for group in found.values():
+        assert group["arms"].keys() >= {each.name for each in arms.SHORT_ARMS}
+    dense = found["text-1024"]["arms"][arms.ALL]["figures"]
+    assert dense["loss over dense"]["mean"] == dense["far"]["mean"] == 0.0
+    wished = read("--groups", "copy-1024", "--arms", "wishes", "--no-window")["copy-1024"]["arms"]
+    assert wished.keys() >= {each.name for each in arms.WISH_ARMS}
