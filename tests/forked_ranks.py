@@ -158,31 +158,25 @@ def _run(
         started.append(process)
     if begun is not None:
         begun([process.pid or 0 for process in started])
-    left_s = timeout_s
+    left_s, failed, running = timeout_s, None, started
     try:
-        while True:
-            exit_codes = [process.exitcode for process in started]
-            failed = [code for code in exit_codes if code not in (None, 0)]
-            late = left_s <= 0.0 and None in exit_codes
-            if failed or late or None not in exit_codes:
-                break
-            running = [process.sentinel for process in started if process.exitcode is None]
+        while running and failed is None and left_s > 0.0:
             looked_s, look_s = time.monotonic(), min(left_s, _LOOK_S)
-            connection.wait(running, look_s)
+            connection.wait([process.sentinel for process in running], look_s)
             left_s -= min(time.monotonic() - looked_s, look_s)
-        if late:
-            _print_stacks(started)
+            failed = next((process.exitcode for process in started if process.exitcode), None)
+            running = [process for process in running if process.exitcode is None]
+        if running and failed is None:
+            _print_stacks(running)
     finally:
         _end(started)
-    if failed:
-        return failed[0]
-    return None if late else 0
+    return None if running and failed is None else failed or 0
 
 
 def _print_stacks(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
     """Ranks print theirs one after the other, so that they do not mix."""
     for process in processes:
-        if process.exitcode is None and process.pid is not None:
+        if process.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(_STACKS_S)
