@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from dataclasses import dataclass
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -22,17 +21,10 @@ BUILD = "from setuptools import build_meta as b; b.build_sdist({0!r}); b.build_w
 NOT_SOURCE = ("__pycache__", "*.egg-info", "build", "dist", "runs", ".*_cache", ".hypothesis")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Built:
-    """Both distributions, unpacked; the source distribution's names are below its one folder."""
-
-    sdist: Path
-    wheel: Path
-
-
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Built from a copy: setuptools writes beside what it builds."""
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both unpacked, in ``wheel`` and, below one more folder, ``sdist``; built from a
+    copy, since setuptools writes beside what it builds."""
     work = tmp_path_factory.mktemp("distribution")
     source = work / "source"
     ignored = shutil.ignore_patterns(".git", ".venv", *NOT_SOURCE)
@@ -47,25 +39,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
         for member in archive.infolist():
             mode = member.external_attr >> 16
             Path(archive.extract(member, work / "wheel")).chmod(mode | 0o600)
-    return Built(sdist=next((work / "sdist").iterdir()), wheel=work / "wheel")
+    return work
 
 
 def names_below(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_source_distribution_holds_the_repository(built: Built) -> None:
+def test_the_source_distribution_holds_the_repository(built: Path) -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     if listed.returncode:
         pytest.skip("not a git checkout")
     tracked = {name for name in listed.stdout.splitlines() if (REPOSITORY / name).exists()}
-    assert tracked - names_below(built.sdist) == set()
+    assert tracked - names_below(next((built / "sdist").iterdir())) == set()
 
 
-def test_the_wheel_holds_types_scripts_and_patches_and_nothing_beside(built: Built) -> None:
-    names = names_below(built.wheel)
+def test_the_wheel_holds_types_scripts_and_patches_and_nothing_beside(built: Path) -> None:
+    names = names_below(built / "wheel")
     package = "sparsebalance_megatron"
     assert f"{package}/py.typed" in names
     for folder in ("examples", "patches"):
@@ -78,9 +70,9 @@ def test_the_wheel_holds_types_scripts_and_patches_and_nothing_beside(built: Bui
     }
 
 
-def test_an_unpacked_wheel_copies_its_examples(built: Built, tmp_path: Path) -> None:
+def test_an_unpacked_wheel_copies_its_examples(built: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sparsebalance_megatron.cli", "examples", "--copy", "here"]
-    environment = {"PYTHONPATH": str(built.wheel)}
+    environment = {"PYTHONPATH": str(built / "wheel")}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
@@ -92,8 +84,8 @@ def test_an_unpacked_wheel_copies_its_examples(built: Built, tmp_path: Path) -> 
     assert list((tmp_path / "here" / "patches").glob("*.patch"))
 
 
-def test_metadata(built: Built) -> None:
-    (path,) = built.wheel.glob("*.dist-info")
+def test_metadata(built: Path) -> None:
+    (path,) = (built / "wheel").glob("*.dist-info")
     found = Distribution.at(path)
     assert found.version == __version__
     commands = found.entry_points.select(group="console_scripts")
