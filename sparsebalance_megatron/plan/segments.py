@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups, first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_costs import (
     SEQUENCES,
@@ -66,12 +65,13 @@ class PlacedSegments:
     def __init__(self, costs: StepCosts, where: Arrangement) -> None:
         self._costs, ranks = costs, costs.job.lockstep_ranks
         self.segments_EM = [list(map(len, of)) for of in where.segment_starts_blocks[::ranks]]
-        self.cp_sizes_EM = cp_sizes_of_groups(where.cp_sizes_RM, ranks)
+        groups = where.groups.of_lockstep(ranks)
+        self.cp_sizes_EM = groups.cp_sizes_RM
         rows, starts = (
             [row for of_group in batched(of, ranks) for row in zip(*of_group, strict=True)]
             for of in (where.samples, where.segment_starts_blocks)
         )
-        held_M, number_J = np.unique(first_places(self.cp_sizes_EM), return_inverse=True)
+        held_M, number_J = np.unique(groups.first_J, return_inverse=True)
         self._held = (
             [rows[place] for place in held_M.tolist()],
             [starts[place] for place in held_M.tolist()],

@@ -22,7 +22,6 @@ from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups, first_places
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 
@@ -305,7 +304,7 @@ class StepCosts:
         return OperationTimes(
             graph=self.job.graph,
             ms_OR=ms_2CME.reshape(-1, ms_2CME.shape[-1]),
-            cp_sizes_RM=cp_sizes_of_groups(where.cp_sizes_RM, self.job.lockstep_ranks),
+            cp_sizes_RM=where.groups.of_lockstep(self.job.lockstep_ranks).cp_sizes_RM,
         )
 
     def own_ms_2RPVM(self, sample_2SX: np.ndarray, where: Arrangement) -> np.ndarray:
@@ -348,7 +347,7 @@ class StepCosts:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ms [2, E, M, W, X] of micro-batches on every member of lockstep groups, on an average
         device, and how slow the devices are."""
-        job, first_J = self.job, first_places(where.cp_sizes_RM)
+        job, first_J = self.job, where.groups.first_J
         sample_2SX = self.at_cp_size(sample_2SX, where.cp_size_S)
         ms_2JX = np.tile(self.constant_2X[:, None], (1, job.places, 1))
         for ms_JX, sample_SX in zip(ms_2JX, sample_2SX, strict=True):

@@ -26,7 +26,6 @@ from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
-from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.graph import graph_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
@@ -46,7 +45,7 @@ def test_makespans_of_candidates_are_those_of_each_alone(segments_M, stages, see
     ms_2UP = np.random.default_rng(seed).uniform(0.1, 3.0, (2, 3 + sum(segments_M), stages))
     graph = graph_of(SegmentedSchedule(tuple(segments_M)), stages, 1, len(segments_M))
     ms_OR = ms_2UP[:, 3:].swapaxes(1, 2).reshape(-1, 1)
-    alone = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(1, len(segments_M)))
+    alone = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=np.ones((1, len(segments_M)), int))
     both = OperationTimes.of_segments([[1, 2], segments_M], ms_2UP)
     assert makespans_ms(both)[1] == pytest.approx(makespans_ms(alone)[0], rel=1e-12)
 

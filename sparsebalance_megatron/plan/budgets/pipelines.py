@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from sparsebalance_megatron.plan.context_groups import first_places
+from sparsebalance_megatron.plan.groups import Groups
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms, operations_through_ms
 
@@ -43,7 +43,7 @@ class Pipelines:
         operation_cost: int,
     ) -> None:
         _, rows, chunks, levels = ms_2YCQ.shape
-        unit_J = first_places(cp_sizes_RM)
+        unit_J = Groups(cp_sizes_RM).first_J
         unit_Y = np.repeat(unit_J, segments_J)
         first_Y = np.repeat(unit_J == np.arange(len(unit_J)), segments_J)
         self.times, self.ms_2YCQ, self.unit_Y, self.first_Y = times, ms_2YCQ, unit_Y, first_Y

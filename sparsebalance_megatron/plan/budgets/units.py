@@ -31,7 +31,7 @@ from sparsebalance_megatron.plan.budgets.price import (
     envelope_slopes,
 )
 from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
-from sparsebalance_megatron.plan.context_groups import first_places
+from sparsebalance_megatron.plan.groups import Groups
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.segments import PlacedSegments
 
@@ -78,7 +78,7 @@ def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.nda
     times = problem.micro_batch_ms(problem.allowed.floor_LS, where)
     floor_2JC = np.moveaxis(times.by_micro_batch_2RPVM, -1, 2).reshape(2, rows, chunks)
     share_2C = costs.pair_2C / np.maximum(costs.pair_ms_C, _LEAST_MS)
-    ms_2YCQ = growth_JCQ[first_places(times.cp_sizes_RM)] * share_2C[:, None, :, None]
+    ms_2YCQ = growth_JCQ[Groups(times.cp_sizes_RM).first_J] * share_2C[:, None, :, None]
     ms_2YCQ += floor_2JC[..., None]
     return Pipelines(
         times=times,

@@ -12,7 +12,7 @@ from itertools import pairwise, starmap
 import numpy as np
 
 from sparsebalance_megatron.errors import PlanError
-from sparsebalance_megatron.plan.context_groups import Members
+from sparsebalance_megatron.plan.groups import Members
 from sparsebalance_megatron.plan.pipeline.orders import (
     PipelineOrder,
     Schedule,

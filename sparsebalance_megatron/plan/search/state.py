@@ -8,7 +8,6 @@ of every column, I levels of cp_size, E lockstep groups of W ranks, I pairs of t
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.step_costs import StepCosts, joined
 
 SEQUENCES, TOKENS, BLOCKS = -3, -2, -1
@@ -104,7 +103,7 @@ class State:
         self.cp_size_J = start.cp_sizes_RM.reshape(-1).copy()
         self.has_JX = np.zeros((len(self.cp_size_J), contents.of_sample_SX.shape[1]))
         np.add.at(self.has_JX, self.place_S, contents.of_sample_SX)
-        first_J = first_places(start.cp_sizes_RM)
+        first_J = start.groups.first_J
         rank_J = first_J // self.positions
         self.ms_JF = contents.ms(self.has_JX[first_J], self.cp_size_J, rank_J)
 
