@@ -12,7 +12,7 @@
 Neighbours share, as many as a power of two, beginning at a multiple of it. So the cp_size of the
 micro-batch that every rank takes part in says which ranks share it. A rank alone is a group of one.
 
-Shape legend: I items, X ranks, E lockstep groups.
+Shape legend: I items, E lockstep groups, or groups that share.
 """
 
 from dataclasses import dataclass
@@ -81,60 +81,40 @@ class Groups:
 
 
 class Members:
-    """Groups of ranks that share each item, for arrays whose last axis is ranks.
-
-    Ranks that may share are far apart there, so that what is done to one of them is done to long
-    rows of numbers: see :attr:`order`.
+    """Groups of ranks that share each item.
 
     Args:
-        cp_sizes_IX: of the micro-batch that each rank takes part in.
+        cp_sizes_IR: of the micro-batch that each rank takes part in.
 
     Attributes:
         share: whether any ranks do.
     """
 
-    def __init__(self, cp_sizes_IX: np.ndarray) -> None:
-        self._together = int(cp_sizes_IX.max(initial=1))
-        self.share = self._together > 1
-        self._groups = cp_sizes_IX.shape[1] // self._together
+    def __init__(self, cp_sizes_IR: np.ndarray) -> None:
+        largest = int(cp_sizes_IR.max(initial=1))
+        self.share = largest > 1
         self._apart = []
         """For groups of 2, 4, ... neighbours: 0 where they all share, -inf where they do not."""
-        self._levels = np.zeros(len(cp_sizes_IX), dtype=np.int64)
+        self._levels = np.zeros(len(cp_sizes_IR), dtype=np.int64)
         """The largest such groups that share an item, by their number in the list."""
-        if not self.share:
-            return
-        by_rank = cp_sizes_IX[:, self.order].reshape(len(cp_sizes_IX), self._together, -1)
         size = 2
-        while size <= self._together:
-            together = by_rank[:, ::size] >= size
-            self._apart.append(np.where(together, 0.0, -np.inf))
-            self._levels[together.any(axis=(1, 2))] = len(self._apart)
+        while size <= largest:
+            together_IE = cp_sizes_IR[:, ::size] >= size
+            self._apart.append(np.where(together_IE, 0.0, -np.inf))
+            self._levels[together_IE.any(axis=1)] = len(self._apart)
             size *= 2
 
-    @property
-    def order(self) -> np.ndarray:
-        """Ranks by their number within the widest micro-batch, then by rank group: how arrays hold
-        them."""
-        return np.arange(self._groups * self._together).reshape(-1, self._together).T.reshape(-1)
-
-    def in_order(self, values_R: np.ndarray) -> np.ndarray:
-        """Values [..., R] in :attr:`order`; themselves where no ranks share."""
-        return values_R[..., self.order] if self.share else values_R
-
-    def back_in_order(self, values_X: np.ndarray) -> np.ndarray:
-        """Values [..., X] in the order of ranks; themselves where no ranks share."""
-        return values_X[..., np.argsort(self.order)] if self.share else values_X
-
-    def maximum(self, values_IX: np.ndarray, items: slice = slice(None)) -> None:
+    def maximum(self, values_IR: np.ndarray, items: slice = slice(None)) -> None:
         """In place, the largest value among the members of a micro-batch, for each of them.
 
         Args:
-            values_IX: contiguous, with the ranks in :attr:`order`.
-            items: of the first axis of the cp_sizes, those that ``values_IX`` is for.
+            items: of the first axis of the cp_sizes, those that the values are for.
         """
-        by_rank = values_IX.reshape(len(values_IX), self._together, self._groups)
-        largest = by_rank
+        largest = values_IR
         for level, apart in enumerate(self._apart[: self._levels[items].max()]):
             largest = np.maximum(largest[:, ::2], largest[:, 1::2])
-            shared = by_rank.reshape(len(by_rank), -1, 2 << level, self._groups)
-            np.maximum(shared, (largest + apart[items])[:, :, None], out=shared)
+            shared = largest + apart[items]
+            # Member by member, as numpy is slow along short axes.
+            for member in range(2 << level):
+                of_member = values_IR[:, member :: 2 << level]
+                np.maximum(of_member, shared, out=of_member)
