@@ -82,7 +82,7 @@ class PipelineGraph:
         return durations
 
     def finish_OX(self, finish_OX: np.ndarray, members: Members) -> np.ndarray:
-        """End of every operation, in the place of its duration; the last row is the step's start."""
+        """End of every operation, in the place of its duration; last, the step's start."""
         take = finish_OX.take
         for wave, before, inputs in self._waited_for:
             ready = take(before, 0)
