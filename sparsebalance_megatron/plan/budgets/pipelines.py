@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines whose units have price levels: all operations of a unit rise together.
 
-Shape legend: Q price levels, E rank groups, U units of a rank group, I rank groups that still rise,
-A units of all rank groups, X candidates, Y micro-batches by place, or segments, of all ranks, Z
-columns of times, O operations.
+Shape legend: Q price levels, K directions that grow alike or apart, E rank groups, U units of a
+rank group, I rank groups that still rise, A units of all rank groups, X candidates, Y micro-batches
+by place, or segments, of all ranks, Z columns of times, O operations.
 """
 
 from dataclasses import replace
@@ -21,7 +21,10 @@ class Pipelines:
     Args:
         times: at level 0: a column for each rank, or one where micro-batches pass in segments and
             all ranks are pipelines side by side.
-        ms_2YCQ: of every chunk's operation on every micro-batch or segment.
+        growth_KYCQ: ms of every chunk's operation on every micro-batch or segment, by direction or
+            of both together.
+        share_2C: of the growth that each direction takes.
+        floor_2YC: ms that are not in the growth.
         cp_sizes_RM: lockstep groups that share each micro-batch or row. In each of its chunks that
             is a unit, which its first group and others run at the same time.
         segments_J: of each.
@@ -37,20 +40,25 @@ class Pipelines:
         self,
         *,
         times: OperationTimes,
-        ms_2YCQ: np.ndarray,
+        growth_KYCQ: np.ndarray,
+        share_2C: np.ndarray,
+        floor_2YC: np.ndarray,
         cp_sizes_RM: np.ndarray,
         segments_J: np.ndarray,
         operation_cost: int,
     ) -> None:
-        _, rows, chunks, levels = ms_2YCQ.shape
+        directions, rows, chunks, levels = growth_KYCQ.shape
         unit_J = Groups(cp_sizes_RM).first_J
         unit_Y = np.repeat(unit_J, segments_J)
         first_Y = np.repeat(unit_J == np.arange(len(unit_J)), segments_J)
-        self.times, self.ms_2YCQ, self.unit_Y, self.first_Y = times, ms_2YCQ, unit_Y, first_Y
+        self.times, self.unit_Y, self.first_Y = times, unit_Y, first_Y
+        self._growth_K = growth_KYCQ.reshape(directions, -1)
+        self._share_2C, self._floor_2YC = share_2C, floor_2YC
         self.groups = len(cp_sizes_RM) // int(cp_sizes_RM.max())
         self.operation_cost = operation_cost
         self.levels, self.shape_JC = levels - 1, (len(unit_J), chunks)
-        rises_YC = (ms_2YCQ[..., 0] < ms_2YCQ[..., -1]).any(axis=0)
+        every_YC = tuple(np.ogrid[:rows, :chunks])
+        rises_YC = (self.ms(*every_YC, 0) < self.ms(*every_YC, self.levels)).any(axis=0)
         rises_JC = np.zeros(self.shape_JC, dtype=bool)
         np.logical_or.at(rises_JC, unit_Y[first_Y], rises_YC[first_Y])
         self.rises_EU = rises_JC.reshape(self.groups, -1)
@@ -58,10 +66,17 @@ class Pipelines:
         # Of every operation of one direction: its unit, and where its times begin in the table.
         unit_YC = unit_Y[:, None] * chunks + np.arange(chunks)
         place_YC = np.arange(rows * chunks).reshape(rows, chunks) * levels
-        self._unit_CYZ, self._place_CYZ = (
+        self._unit_CYZ, self._place_CYZ, *floor_2CYZ = (
             np.ascontiguousarray(of_YC.reshape(times.ms_OR.shape[1], -1, chunks).transpose(2, 1, 0))
-            for of_YC in (unit_YC, place_YC)
+            for of_YC in (unit_YC, place_YC, *np.broadcast_to(floor_2YC, (2, rows, chunks)))
         )
+        self._floor_2CYZ = np.stack(floor_2CYZ)
+
+    def ms(self, y: np.ndarray, c: np.ndarray, level: np.ndarray | int) -> np.ndarray:
+        """Forward and backward ms [2, ...] of chunks' operations on micro-batches or segments."""
+        place = (y * self.shape_JC[1] + c) * (self.levels + 1) + level
+        growth_K = self._growth_K.take(place, axis=1)
+        return np.asarray(growth_K * self._share_2C[:, c] + self._floor_2YC[:, y, c])
 
     def makespans_ms(self, groups_I: np.ndarray, level_XIU: np.ndarray) -> np.ndarray:
         """[X, I] ms until each rank group ends with its units at each candidate's levels."""
@@ -89,7 +104,7 @@ class Pipelines:
         level_EU[groups_I] = np.where(rising_IU, level_IU, -1)
         level_YC = np.where(self.first_Y[:, None], level_EU.reshape(self.shape_JC)[self.unit_Y], -1)
         y, c = np.nonzero(level_YC >= 0)
-        added_2 = self.ms_2YCQ[:, y, c, level_YC[y, c] + 1] - self.ms_2YCQ[:, y, c, level_YC[y, c]]
+        added_2 = self.ms(y, c, level_YC[y, c] + 1) - self.ms(y, c, level_YC[y, c])
         added_JC = np.zeros(self.shape_JC)
         np.add.at(added_JC, (self.unit_Y[y], c), added_2.sum(axis=0))
         return added_JC.reshape(self.groups, -1)[groups_I]
@@ -109,7 +124,9 @@ class Pipelines:
         unit_CYZ, place_CYZ = self._unit_CYZ[..., columns_Z], self._place_CYZ[..., columns_Z]
         level_XCYZ = level_XEU.reshape(len(level_XIU), -1).take(unit_CYZ, axis=1)
         at_CYXZ = np.moveaxis(level_XCYZ + place_CYZ, 0, 2)
-        ms_2CYXZ = self.ms_2YCQ.reshape(2, -1).take(at_CYXZ, axis=1)
+        growth_KCYXZ = self._growth_K.take(at_CYXZ, axis=1)
+        ms_2CYXZ = growth_KCYXZ * self._share_2C[..., None, None, None]
+        ms_2CYXZ += self._floor_2CYZ[..., columns_Z][..., None, :]
         return replace(
             self.times,
             ms_OR=ms_2CYXZ.reshape(-1, len(level_XIU) * len(columns_Z)),
