@@ -146,7 +146,8 @@ def _row_ms(
     micro_batches, starts_M = list(chain.from_iterable(rows)), list(chain.from_iterable(starts))
     cp_size_M = np.repeat(cp_size_J, members)
     ms, tokens_U = _pieces(costs, budgets_LS, micro_batches, starts_M, cp_size_M)
-    ms += costs.segment_constant_2X[:, None]
+    ms += costs.constant_2X[:, None]
+    ms[..., costs.own :] += np.array(costs.segments.operation_ms)[:, None, None]
     segments_M = np.array(list(map(len, starts_M)))
     first_M = np.cumsum(segments_M) - segments_M
     cp_size_U = np.repeat(cp_size_M, segments_M)

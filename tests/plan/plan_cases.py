@@ -179,7 +179,7 @@ def costs_without_constants(job, samples):
     costs = step_costs([1] * samples, job, cost_model(), scales)
     nothing_2CF = np.zeros_like(costs.layer_2CF)
     nothing = dict.fromkeys(("layer_2CF", "outside_2CF", "experts_2CF"), nothing_2CF)
-    return replace(costs, constant_2C=nothing_2CF[..., 0], **nothing)
+    return replace(costs, **nothing)
 
 
 def with_experts(costs, seed):
