@@ -66,6 +66,11 @@ class Ladder:
         coverage_QLZ = self.curves.coverage_LS(self.blocks_Z, self.budgets_QLZ)
         return np.ascontiguousarray(np.nan_to_num(coverage_QLZ).transpose(2, 1, 0))
 
+    @property
+    def rises_S(self) -> np.ndarray:
+        """Mask of the samples that the levels raise in any layer."""
+        return (self.budgets_QLZ[0] < self.budgets_QLZ[-1]).any(axis=0)[self.size_S]
+
     def budgets_LS(self, level_LS: np.ndarray) -> np.ndarray:
         """Budgets with every layer of every sample at a level of its own."""
         layer_L1 = np.arange(len(level_LS))[:, None]

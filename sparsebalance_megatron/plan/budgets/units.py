@@ -17,7 +17,6 @@ groups of W ranks, X = E x M rows, Y segments of all ranks.
 """
 
 from collections.abc import Callable
-from itertools import chain
 
 import numpy as np
 
@@ -57,70 +56,88 @@ def units_of(
     Where micro-batches pass in segments, cutting them at each level takes effort: there are as many
     levels as a third of it pays for.
     """
-    grown = _rows if problem.costs.job.lockstep_ranks > 1 else _micro_batches
-    growth_JCQ, budgets_LS = grown(problem, Ladder.of(problem), where)
-    if not where.segment_starts_blocks:
-        return _in_one_piece(problem, where, growth_JCQ), budgets_LS
-    segments = sum(map(len, chain.from_iterable(where.segment_starts_blocks)))
-    each = SEGMENT_COST * 2 * problem.costs.job.pipeline_stages * segments
+    ladder, job, place_S = Ladder.of(problem), problem.job, where.micro_batch_of_S
+    if job.lockstep_ranks > 1:
+        growth_JCQ, budgets_LS = _rows(problem, ladder, where)
+        row_J = np.arange(len(growth_JCQ))
+    else:
+        chunks = job.pipeline_stages * job.virtual_stages
+        unit_LS = place_S * chunks + job.chunk_of_layer_L[:, None]
+
+        def budgets_LS(level_JC: np.ndarray) -> np.ndarray:
+            return ladder.budgets_LS(level_JC.ravel()[unit_LS])
+
+    if where.segment_starts_blocks:
+        return _in_segments(problem, where, budgets_LS, effort)
+    if job.lockstep_ranks == 1:
+        growth_JCQ, row_J = _micro_batches(problem, ladder, where)
+    return _in_one_piece(problem, where, growth_JCQ, row_J), budgets_LS
+
+
+def _in_one_piece(
+    problem: BudgetProblem, where: Arrangement, growth_NCQ: np.ndarray, row_J: np.ndarray
+) -> Pipelines:
+    """Pipelines whose units grow by these forward and backward ms. A lockstep group is one rank."""
+    costs, times = problem.costs, problem.micro_batch_ms(problem.allowed.floor_LS, where)
+    floor_2RMPV = np.moveaxis(times.by_micro_batch_2RPVM, -1, 2)
+    return Pipelines(
+        times=times,
+        growth_KNCQ=growth_NCQ[None],
+        row_Y=row_J[Groups(times.cp_sizes_RM).first_J],
+        share_2C=costs.pair_2C / np.maximum(costs.pair_ms_C, _LEAST_MS),
+        floor_2YC=floor_2RMPV.reshape(2, len(row_J), costs.chunks),
+        cp_sizes_RM=times.cp_sizes_RM,
+        segments_J=np.ones(len(row_J), dtype=np.int64),
+        operation_cost=WAITING_COST if times.cp_sizes_RM.max() > 1 else 1,
+    )
+
+
+def _in_segments(
+    problem: BudgetProblem, where: Arrangement, budgets_LS: BudgetsOfLevels, effort: SearchEffort
+) -> tuple[Pipelines, BudgetsOfLevels]:
+    """Pipelines in segments, whose operations are priced with all units at one level."""
+    job, placed = problem.job, PlacedSegments(problem.costs, where)
+    segments_J = np.concatenate(placed.segments_EM)
+    each = SEGMENT_COST * 2 * job.pipeline_stages * int(segments_J.sum()) * job.lockstep_ranks
     levels = LEVELS
     while levels > max(_LEAST_LEVELS_OF_SEGMENTS, effort.affordable(3 * each)):
         levels //= 2
     effort.spend(levels * each)
     stride = LEVELS // levels
     every_level = range(0, LEVELS + 1, stride)
-    budgets_QLS = [budgets_LS(np.full(growth_JCQ.shape[:2], level)) for level in every_level]
-    pipelines = _in_segments(problem, where, np.stack(budgets_QLS))
-    return pipelines, lambda level_JC: budgets_LS(stride * level_JC)
-
-
-def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.ndarray) -> Pipelines:
-    """Pipelines whose units grow by these forward and backward ms. A lockstep group is one rank."""
-    costs, times = problem.costs, problem.micro_batch_ms(problem.allowed.floor_LS, where)
-    if shared := times.cp_sizes_RM.max() > 1:
-        growth_JCQ = growth_JCQ[Groups(times.cp_sizes_RM).first_J]
-    floor_2RMPV = np.moveaxis(times.by_micro_batch_2RPVM, -1, 2)
-    return Pipelines(
-        times=times,
-        growth_KYCQ=growth_JCQ[None],
-        share_2C=costs.pair_2C / np.maximum(costs.pair_ms_C, _LEAST_MS),
-        floor_2YC=floor_2RMPV.reshape(2, *growth_JCQ.shape[:2]),
-        cp_sizes_RM=times.cp_sizes_RM,
-        segments_J=np.ones(len(growth_JCQ), dtype=np.int64),
-        operation_cost=WAITING_COST if shared else 1,
-    )
-
-
-def _in_segments(problem: BudgetProblem, where: Arrangement, budgets_QLS: np.ndarray) -> Pipelines:
-    """Pipelines in segments, from the budgets with all units at one level."""
-    placed = PlacedSegments(problem.costs, where)
+    shape_JC = len(segments_J), job.pipeline_stages
+    budgets_QLS = np.stack([budgets_LS(np.full(shape_JC, level)) for level in every_level])
     # Of layers' columns and many members, a few levels at a time.
-    some_levels = np.array_split(budgets_QLS, problem.job.lockstep_ranks)
+    some_levels = np.array_split(budgets_QLS, job.lockstep_ranks)
     ms_Q2UP = np.concatenate([placed.ms(some) for some in some_levels if len(some)])
-    ms_2YPQ = np.ascontiguousarray(np.moveaxis(ms_Q2UP, 0, -1))
-    return Pipelines(
-        times=placed.times(ms_2YPQ[..., 0]),
-        growth_KYCQ=ms_2YPQ,
-        share_2C=np.ones((2, ms_2YPQ.shape[2])),
-        floor_2YC=np.zeros(ms_2YPQ.shape[:3]),
+    ms_2UPQ = np.ascontiguousarray(np.moveaxis(ms_Q2UP, 0, -1))
+    pipelines = Pipelines(
+        times=placed.times(ms_2UPQ[..., 0]),
+        growth_KNCQ=ms_2UPQ,
+        row_Y=np.arange(ms_2UPQ.shape[1]),
+        share_2C=np.ones(ms_2UPQ.shape[::2]),
+        floor_2YC=np.zeros(ms_2UPQ.shape[:3]),
         cp_sizes_RM=placed.cp_sizes_EM,
-        segments_J=np.concatenate(placed.segments_EM),
+        segments_J=segments_J,
         operation_cost=SEGMENT_COST,
     )
+    return pipelines, lambda level_JC: budgets_LS(stride * level_JC)
 
 
 def _micro_batches(
     problem: BudgetProblem, ladder: Ladder, where: Arrangement
-) -> tuple[np.ndarray, BudgetsOfLevels]:
-    """Ms that levels add to every chunk of micro-batches, on each of their ranks, and budgets."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ms [N, C, Q] that levels add to every chunk of the micro-batches that any level raises, on
+    each of their ranks, after a row of zeros for all others, and the row of each micro-batch."""
     costs, place_S = problem.costs, where.micro_batch_of_S
     layers_CL = costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None]
     pair_ms_SC = costs.share_W[where.cp_size_S][:, None] * costs.pair_ms_C
     rank_S = place_S // costs.job.micro_batches
     pair_ms_SC *= costs.slowness(where.cp_size_S, rank_S, costs.chunk_of_X)
-    growth_JCQ = _growth_JXQ(problem, ladder, place_S, layers_CL, pair_ms_SC)
-    unit_LS = place_S * costs.chunks + costs.chunk_of_layer_L[:, None]
-    return growth_JCQ, lambda level_JC: ladder.budgets_LS(level_JC.ravel()[unit_LS])
+    rises_J = np.bincount(place_S, ladder.rises_S, costs.job.places) > 0
+    row_J = np.cumsum(rises_J) * rises_J
+    rows = int(row_J.max()) + 1
+    return _growth_NXQ(problem, ladder, row_J[place_S], rows, layers_CL, pair_ms_SC), row_J
 
 
 def _rows(
@@ -139,7 +156,7 @@ def _rows(
     floor_SL = floor_2SX[..., : job.layers].sum(axis=0)
     every_L = np.eye(job.layers, dtype=bool)
     pair_ms_SL = costs.share_W[where.cp_size_S][:, None] * costs.pair_ms_L
-    ms_JLQ = _growth_JXQ(problem, ladder, place_S, every_L, pair_ms_SL, _MEMBER_LEVELS)
+    ms_JLQ = _growth_NXQ(problem, ladder, place_S, job.places, every_L, pair_ms_SL, _MEMBER_LEVELS)
     ms_JLQ += _sums_J(floor_SL, place_S, job.places)[..., None]
     slowness_RL = costs.slowness_RP[:, costs.chunk_of_layer_L // job.virtual_stages]
     ms_JLQ *= np.repeat(slowness_RL, job.micro_batches, axis=0)[..., None]
@@ -182,10 +199,11 @@ def _rows(
     return growth_XCQ, budgets_LS
 
 
-def _growth_JXQ(
+def _growth_NXQ(
     problem: BudgetProblem,
     ladder: Ladder,
-    place_S: np.ndarray,
+    row_S: np.ndarray,
+    rows: int,
     layers_XL: np.ndarray,
     pair_ms_SX: np.ndarray,
     levels: slice = slice(None),
@@ -194,41 +212,47 @@ def _growth_JXQ(
 
     They are ``sum_S pair_ms_S (length_S a_S - b_S)``, where a and b are the sums over the layers of
     the terms of :meth:`.WorkModel.growth`.
+
+    Args:
+        row_S: of the micro-batch of every sample.
     """
     costs, budgets_QLZ = problem.costs, ladder.budgets_QLZ[levels]
     length_S1 = costs.length_blocks_S[:, None]
-    growth_JXQ = np.zeros((costs.job.places, len(layers_XL), len(budgets_QLZ)))
-    parts = _apart(place_S)
+    growth_NXQ = np.zeros((rows, len(layers_XL), len(budgets_QLZ)))
+    parts = _apart(row_S, np.flatnonzero(ladder.rises_S))
     for column, layers_L in enumerate(layers_XL):
         terms = costs.work.growth(budgets_QLZ[:, layers_L])
         a_ZQ, b_ZQ = (term_QLZ.sum(axis=1, dtype=np.float64).T for term_QLZ in terms)
         # Rows of sizes are taken whole, which is several times as fast as single entries.
         a_ZQ, b_ZQ = (np.ascontiguousarray(each_ZQ - each_ZQ[:, :1]) for each_ZQ in (a_ZQ, b_ZQ))
-        growth_JQ = growth_JXQ[:, column]
+        growth_NQ = growth_NXQ[:, column]
         for some in parts:
             size = ladder.size_S[some]
             growth = length_S1[some] * a_ZQ.take(size, axis=0)
             growth -= b_ZQ.take(size, axis=0)
             growth *= pair_ms_SX[some, column, None]
-            growth_JQ[place_S[some]] += growth
-    return growth_JXQ
+            growth_NQ[row_S[some]] += growth
+    return growth_NXQ
 
 
 def _sums_J(values_S: np.ndarray, place_S: np.ndarray, places: int) -> np.ndarray:
     """Sums [J, ...] over the samples of micro-batches."""
     sums_J = np.zeros((places, *values_S.shape[1:]))
-    for some in _apart(place_S):
+    for some in _apart(place_S, np.arange(len(place_S))):
         sums_J[place_S[some]] += values_S[some]
     return sums_J
 
 
-def _apart(place_S: np.ndarray) -> list[np.ndarray]:
-    """All samples, in parts that each have at most one of a micro-batch, and fit a core's cache
-    with their levels; adding them part by part is several times as fast as numpy.add.at."""
-    order_S = np.argsort(place_S, kind="stable")
-    sorted_S = place_S[order_S]
-    number_S = np.arange(len(order_S)) - np.searchsorted(sorted_S, sorted_S)
-    by_number_S = np.argsort(number_S, kind="stable")
-    ends = np.cumsum(np.bincount(number_S))
-    parts = np.split(order_S[by_number_S], ends[:-1])
-    return [part[first:][:_AT_ONCE] for part in parts for first in range(0, len(part), _AT_ONCE)]
+def _apart(row_S: np.ndarray, sample_I: np.ndarray) -> list[np.ndarray]:
+    """Samples in parts that each have at most one of a row, and fit a core's cache with their
+    levels; adding them part by part is several times as fast as numpy.add.at."""
+    sample_I = sample_I[np.argsort(row_S[sample_I], kind="stable")]
+    row_I = row_S[sample_I]
+    number_I = np.arange(len(row_I)) - np.searchsorted(row_I, row_I)
+    sample_I = sample_I[np.argsort(number_I, kind="stable")]
+    ends = np.cumsum(np.bincount(number_I))
+    return [
+        part[first : first + _AT_ONCE]
+        for part in np.split(sample_I, ends[:-1])
+        for first in range(0, len(part), _AT_ONCE)
+    ]
