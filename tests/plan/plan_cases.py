@@ -9,6 +9,7 @@ import numpy as np
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel, Part, StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.budgets.policy import step_problem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
@@ -137,6 +138,11 @@ def changed(inputs, **changes):
 def planned(step=0, **inputs):
     """A plan; the lengths may be a list."""
     return plan_step(step, PlanInputs(**inputs | {"lengths_tokens": (*inputs["lengths_tokens"],)}))
+
+
+def problem_of(inputs):
+    """The problem that inputs of a plan pose."""
+    return step_problem(PlanInputs(**inputs))
 
 
 def planned_no_slower(given, *others):

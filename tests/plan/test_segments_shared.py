@@ -14,6 +14,7 @@ from plan.plan_cases import (
     job_shape,
     planned,
     planned_no_slower,
+    problem_of,
     random_cp_sizes,
     random_lengths,
     step_inputs,
@@ -30,7 +31,6 @@ from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
 from sparsebalance_megatron.plan.segments import PlacedSegments, Places, row_cuts
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 STAGES = 3
 FREE = SegmentCost(slowness=1.0, operation_ms=(0.0, 0.0))
@@ -161,9 +161,7 @@ def drawn_step(problem, seed, most):
 @settings(max_examples=30)
 @given(st.integers(0, 999), st.sampled_from([2, 4]), st.booleans())
 def test_shared_micro_batches_in_one_segment_take_what_they_take_in_one_piece(seed, ranks, slow):
-    problem = StepProblem.of(
-        PlanInputs(**inputs(random_lengths(4 * ranks, seed), ranks=ranks, slow=slow))
-    )
+    problem = problem_of(inputs(random_lengths(4 * ranks, seed), ranks=ranks, slow=slow))
     where = drawn_step(problem, seed, 1)
     budgets_LS = problem.allowed.base_LS
     times_2RPVM = PlacedSegments(problem.costs, where).own_ms_2RPVM(budgets_LS)
@@ -196,7 +194,7 @@ def test_the_bound_holds_for_steps_of_both():
     for number in range(8):
         lengths = random_lengths(6, number, longest=2**13)
         given_ = inputs(lengths, positions=2, slow=number % 2 == 1, segment_tokens=64)
-        problem = StepProblem.of(PlanInputs(**given_))
+        problem = problem_of(given_)
         floor_LS = problem.allowed.floor_LS
         least_ms = min(
             problem.makespans_ms(floor_LS, drawn_step(problem, seed, 4)).max() for seed in range(60)

@@ -29,10 +29,10 @@ from sparsebalance_megatron.plan.budgets.price import (
     budgets_by_level,
     envelope_slopes,
 )
-from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
 from sparsebalance_megatron.plan.groups import Groups
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.segments import PlacedSegments
+from sparsebalance_megatron.plan.step_problem import ROUNDING, StepProblem
 
 _HEIGHTS = 32
 """Heights of a layer that are tried."""
@@ -49,7 +49,7 @@ BudgetsOfLevels = Callable[[np.ndarray], np.ndarray]
 
 
 def units_of(
-    problem: BudgetProblem, where: Arrangement, effort: SearchEffort
+    problem: StepProblem, where: Arrangement, effort: SearchEffort
 ) -> tuple[Pipelines, BudgetsOfLevels]:
     """The units of placed samples, and the budgets that their levels mean.
 
@@ -75,7 +75,7 @@ def units_of(
 
 
 def _in_one_piece(
-    problem: BudgetProblem, where: Arrangement, growth_NCQ: np.ndarray, row_J: np.ndarray
+    problem: StepProblem, where: Arrangement, growth_NCQ: np.ndarray, row_J: np.ndarray
 ) -> Pipelines:
     """Pipelines whose units grow by these forward and backward ms. A lockstep group is one rank."""
     costs, times = problem.costs, problem.micro_batch_ms(problem.allowed.floor_LS, where)
@@ -93,7 +93,7 @@ def _in_one_piece(
 
 
 def _in_segments(
-    problem: BudgetProblem, where: Arrangement, budgets_LS: BudgetsOfLevels, effort: SearchEffort
+    problem: StepProblem, where: Arrangement, budgets_LS: BudgetsOfLevels, effort: SearchEffort
 ) -> tuple[Pipelines, BudgetsOfLevels]:
     """Pipelines in segments, whose operations are priced with all units at one level."""
     job, placed = problem.job, PlacedSegments(problem.costs, where)
@@ -125,7 +125,7 @@ def _in_segments(
 
 
 def _micro_batches(
-    problem: BudgetProblem, ladder: Ladder, where: Arrangement
+    problem: StepProblem, ladder: Ladder, where: Arrangement
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ms [N, C, Q] that levels add to every chunk of the micro-batches that any level raises, on
     each of their ranks, after a row of zeros for all others, and the row of each micro-batch."""
@@ -141,7 +141,7 @@ def _micro_batches(
 
 
 def _rows(
-    problem: BudgetProblem, ladder: Ladder, where: Arrangement
+    problem: StepProblem, ladder: Ladder, where: Arrangement
 ) -> tuple[np.ndarray, BudgetsOfLevels]:
     """Ms that levels add to every chunk of rows, on each rank of a group, and budgets."""
     costs, job, place_S = problem.costs, problem.costs.job, where.micro_batch_of_S
@@ -200,7 +200,7 @@ def _rows(
 
 
 def _growth_NXQ(
-    problem: BudgetProblem,
+    problem: StepProblem,
     ladder: Ladder,
     row_S: np.ndarray,
     rows: int,

@@ -7,21 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.plan_cases import (
-    cost_model,
-    coverage_curves,
-    job_shape,
-    placed,
-    plan_settings,
-    random_lengths,
-)
+from plan.plan_cases import job_shape, placed, problem_of, random_lengths, step_inputs
 
-from sparsebalance_megatron.cost.model import StageScales
-from sparsebalance_megatron.plan.budgets.policy import budget_problem
 from sparsebalance_megatron.plan.budgets.price import LEVELS
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.search_effort import SearchEffort
-from sparsebalance_megatron.plan.step_costs import step_costs
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 3, 1, 1), (4, 2, 2, 1), (2, 2, 2, 2)])
@@ -38,10 +28,10 @@ class Case:
         samples = 2 * self.job.places
         lengths = random_lengths(samples, seed, longest=20000)
         slowness_RP = generator.uniform(0.8, 1.3, (shape[0], shape[2]))
-        scales = replace(StageScales.ones(*shape[2:]), slowness_RP=slowness_RP)
-        self.costs = step_costs(lengths, self.job, cost_model(), scales)
-        curves = coverage_curves(self.job.layers, 400, seed=seed, observed=observed)
-        self.problem = budget_problem(plan_settings(base_budget=16), self.costs, curves)
+        choices = {"observed": observed, "base_budget": 16, "max_blocks": 400}
+        inputs = step_inputs(self.job, lengths, seed, slowness_RP=slowness_RP, **choices)
+        self.problem = problem_of(inputs)
+        self.costs = self.problem.costs
         micro_batch_of_S = np.r_[
             np.arange(self.job.places), generator.integers(0, self.job.places, self.job.places)
         ]
