@@ -233,7 +233,7 @@ def _prefix(
             pairs_QXYA[some, column] = np.where(dense_L1A, 0.0, pairs_QLYA).sum(axis=1)
     pairs_XYA = pairs_QXYA.reshape(*levels, columns_X, *length_YA.shape)
     visible_YA = costs.work.visible_pairs(length_YA)
-    dense_AX = costs.dense_SX[sample_A]
+    dense_AX, pair_2X = costs.dense_SX[sample_A], costs.pair_2C[:, costs.chunk_of_X]
 
     def ms_2AX(feature: int, sparse: float = 1.0) -> np.ndarray:
         sparse_21X, denser_21X = (
@@ -246,7 +246,7 @@ def _prefix(
         + visible_YA[..., None] * ms_2AX(VISIBLE)[:, None]
         # What a piece costs whatever its length is added for each.
         + (tokens_YA > 0)[..., None] * ms_2AX(SEQUENCES, sparse=0.0)[:, None]
-        + np.moveaxis(pairs_XYA, -3, -1)[..., None, :, :, :] * costs.pair_2X[:, None, None]
+        + np.moveaxis(pairs_XYA, -3, -1)[..., None, :, :, :] * pair_2X[:, None, None]
     )
 
 

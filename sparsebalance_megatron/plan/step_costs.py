@@ -124,11 +124,6 @@ class StepCosts:
         """How much more that is for each layer of the column that does."""
         return self.denser_2CF[:, self.chunk_of_X]
 
-    @cached_property
-    def pair_2X(self) -> np.ndarray:
-        """Ms of a block pair in one layer."""
-        return self.pair_2C[:, self.chunk_of_X]
-
     @property
     def sequence_2X(self) -> np.ndarray:
         """Ms of every sample on every rank that shares it."""
@@ -259,19 +254,14 @@ class StepCosts:
         """Block pairs of every sample at budgets of shape [..., S]."""
         return self.work.attended_pairs(self.length_blocks_S, budgets)
 
-    def sparse_pairs_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
-        """Block pairs of sparse attention; 0 where a layer attends densely."""
-        return np.where(self.dense_LS, 0.0, self.block_pairs(budgets_LS))
-
     def sample_ms(self, budgets_LS: np.ndarray) -> np.ndarray:
         """[2, S, X] ms of every sample, on a rank by itself."""
         pairs_XS = np.zeros(self.fixed_2SX.shape[:0:-1])
+        pairs_LS = np.where(self.dense_LS, 0.0, self.block_pairs(budgets_LS))
         # Layer by layer: numpy.add.at does the same several times slower.
-        for column, pairs_S in zip(
-            self.column_of_L.tolist(), self.sparse_pairs_LS(budgets_LS), strict=True
-        ):
+        for column, pairs_S in zip(self.column_of_L.tolist(), pairs_LS, strict=True):
             pairs_XS[column] += pairs_S
-        return self.fixed_2SX + pairs_XS.T * self.pair_2X[:, None]
+        return self.fixed_2SX + pairs_XS.T * self.pair_2C[:, None, self.chunk_of_X]
 
     def by_chunk(self, ms: np.ndarray) -> np.ndarray:
         """Ms [..., C] of chunks, from those [..., X] of columns."""
