@@ -42,11 +42,11 @@ class StepCosts:
 
     Attributes:
         work: how block pairs follow from budgets.
-        layer_2CF: ms by feature of a sample in one layer that attends to it sparsely; without
-            experts where ranks wait in every layer.
+        layer_2CF: ms by feature of a sample in one layer that attends to it sparsely, without its
+            experts.
         denser_2CF: how much more it is in a layer that attends to it densely.
         outside_2CF: likewise of the embedding and the output head.
-        experts_2CF: likewise of all experts of the chunk, where ranks wait in every layer.
+        experts_2CF: likewise of all experts of the chunk.
         exchange_2: ms of receiving the keys and values of a token in one layer.
         exchange: how ranks share.
         segments: what passing the pipeline in segments costs.
@@ -432,8 +432,6 @@ def step_costs(
     outside_2CF = np.zeros((2, chunks, len(FEATURES)))
     outside_2CF[:, 0] += _coefficients_2F(cost, Part.EMBEDDING)
     outside_2CF[:, -1] += _coefficients_2F(cost, Part.HEAD)
-    if job.lockstep_ranks == 1:
-        layer_2F, experts_2F = layer_2F + experts_2F, np.zeros_like(experts_2F)
     scale_2C = scales.scales_2PV.reshape(2, -1)
     return StepCosts(
         job=job,
