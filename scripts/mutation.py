@@ -72,7 +72,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/lockstep": ("tests/plan/test_lockstep_plans.py",),
     "plan/candidates": (CP_SIZES, "tests/plan/test_lockstep_plans.py"),
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
-    "plan/context_groups": (CP_SIZES,),
+    "plan/groups": (CP_SIZES,),
     "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py", CP_SIZES),
     "plan/segments": (
         *(SEGMENTS, "tests/plan/test_segments_lockstep.py", "tests/plan/test_segments_shared.py"),

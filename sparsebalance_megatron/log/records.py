@@ -28,7 +28,7 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.groups import is_power_of_two
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan
 

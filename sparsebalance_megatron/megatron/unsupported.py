@@ -18,7 +18,7 @@ from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.megatron.compat import arguments_of_weights
-from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.groups import is_power_of_two
 from sparsebalance_megatron.plan.job import whole_parts
 
 

@@ -34,7 +34,6 @@ from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
 from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import tune
-from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import imbalance, rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.search.annealing import anneal
@@ -426,7 +425,7 @@ def _most_tokens(problem: StepProblem, where: Arrangement) -> int:
     the fullest member counts at every position."""
     job = problem.job
     tokens_J = np.bincount(where.micro_batch_of_S, problem.lengths_tokens, job.places)
-    tokens_RM = tokens_J[first_places(where.cp_sizes_RM)].reshape(where.cp_sizes_RM.shape)
+    tokens_RM = tokens_J[where.groups.first_J].reshape(where.cp_sizes_RM.shape)
     tokens_RM = -(-tokens_RM // where.cp_sizes_RM)
     tokens_EM = tokens_RM.reshape(-1, job.lockstep_ranks, job.micro_batches).max(axis=1)
     order = job.schedule(job.pipeline_stages, job.micro_batches, job.virtual_stages)

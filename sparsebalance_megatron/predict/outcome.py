@@ -17,7 +17,7 @@ from sparsebalance_megatron.cost.model import StageScales, counted_rates, traini
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.bounds import step_bounds
-from sparsebalance_megatron.plan.budgets.problem import feasible_range
+from sparsebalance_megatron.plan.budgets.allowed import feasible_range
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.graph import order_to_run
 from sparsebalance_megatron.plan.pipeline.orders import PipelineOrder, most_tokens_in_flight

@@ -12,7 +12,7 @@ from itertools import pairwise, starmap
 import numpy as np
 
 from sparsebalance_megatron.errors import PlanError
-from sparsebalance_megatron.plan.context_groups import Members
+from sparsebalance_megatron.plan.groups import Members
 from sparsebalance_megatron.plan.pipeline.orders import (
     PipelineOrder,
     Schedule,
@@ -82,11 +82,7 @@ class PipelineGraph:
         return durations
 
     def finish_OX(self, finish_OX: np.ndarray, members: Members) -> np.ndarray:
-        """End of every operation, in the place of its duration; the last row is the step's start.
-
-        Args:
-            members: with whom ``finish_OX`` has its columns in :attr:`.Members.order`.
-        """
+        """End of every operation, in the place of its duration; last, the step's start."""
         take = finish_OX.take
         for wave, before, inputs in self._waited_for:
             ready = take(before, 0)

@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.errors import PlanError
-from sparsebalance_megatron.plan.context_groups import first_places, most_segments
+from sparsebalance_megatron.plan.groups import Groups
 
 
 class Operation(NamedTuple):
@@ -185,7 +185,7 @@ class SegmentedSchedule:
 
     ``segments_M``: segments of each micro-batch, at least 1. ``most_segments_M``: of each position,
     the most segments on a rank that this one meets, directly or through others
-    (:func:`..context_groups.most_segments`); ``segments_M`` where it is empty.
+    (:func:`..groups.Groups.most_RM`); ``segments_M`` where it is empty.
 
     >>> first_stage = SegmentedSchedule((1, 2))(1, 2, 1).by_stage[0]
     >>> [(o.direction.name[0], o.micro_batch, o.segment) for o in first_stage]
@@ -289,10 +289,11 @@ def meeting_order(segments_RM: np.ndarray, cp_sizes_RM: np.ndarray, stages: int)
     Raises:
         PlanError: the ranks of a micro-batch have other numbers of segments.
     """
-    segments_J, first_J = segments_RM.reshape(-1), first_places(cp_sizes_RM)
+    groups, segments_J = Groups(cp_sizes_RM), segments_RM.reshape(-1)
+    first_J = groups.first_J
     if (segments_J != segments_J[first_J]).any():
         raise PlanError("ranks that share a micro-batch must have equally many segments of it")
-    whole = segmented_order(most_segments(cp_sizes_RM, segments_RM).tolist(), stages)
+    whole = segmented_order(groups.most_RM(segments_RM).tolist(), stages)
     order = _without_others(whole, segments_J, stages)
     largest, none = int(cp_sizes_RM.max()), order.on_stage_PO.size
     if largest == 1:

@@ -33,7 +33,6 @@ import itertools
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.moves import Drawing, Kind, Moves, Rules
@@ -137,7 +136,7 @@ class _Annealing:
         moves, ranks, positions, _ = ms_IWMF.shape
         members = self.rules.lockstep_ranks
         if cp_sizes_IWM is None:
-            cp_sizes_IWM = unshared(moves * ranks, positions).reshape(moves, ranks, positions)
+            cp_sizes_IWM = np.ones((moves, ranks, positions), dtype=np.int64)
         if members > 1:
             self.effort.spend(ms_IWMF.size // _MEMBER_TIMES_PER_OPERATION)
             ms_IWMF = self.contents.joined(ms_IWMF.reshape(moves, -1, members, *ms_IWMF.shape[2:]))

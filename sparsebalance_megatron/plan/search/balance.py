@@ -119,7 +119,7 @@ def _ranks_then_micro_batches(
         )
         if micro_batches is None:
             return None
-        ranks.append([members[micro_batch].tolist() for micro_batch in micro_batches])
+        ranks.append([[rank[item] for item in micro_batch] for micro_batch in micro_batches])
     return ranks or None
 
 

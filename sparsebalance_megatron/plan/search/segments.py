@@ -32,7 +32,6 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups, meeting_groups
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
@@ -94,7 +93,7 @@ class SegmentSearch:
         step_ms = rounded_ms(problem.makespans_ms(problem.expected_LS, whole).max())
         self._effort = SearchEffort(problem.search_ms(step_ms, _SHARE_OF_STEP))
         self._waiting = problem.job.lockstep_ranks
-        meeting = meeting_groups(cp_sizes_of_groups(whole.cp_sizes_RM, self._waiting))
+        meeting = whole.groups.of_lockstep(self._waiting).meeting
         # Each begins at a multiple of its ranks among those simulated.
         self._groups = [
             range(group.start * self._waiting, group.stop * self._waiting)

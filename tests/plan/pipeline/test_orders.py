@@ -14,7 +14,7 @@ from plan.plan_cases import random_cp_sizes
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.errors import ConfigError, PlanError
-from sparsebalance_megatron.plan.context_groups import first_places, most_segments
+from sparsebalance_megatron.plan.groups import Groups
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.graph import order_to_run
 from sparsebalance_megatron.plan.pipeline.orders import (
@@ -182,11 +182,11 @@ def _drawn_segments(cp_sizes_RM, seed):
     """As many for all ranks of a micro-batch."""
     ranks, positions = cp_sizes_RM.shape
     drawn_RM = np.random.default_rng(seed).integers(1, 5, (ranks, positions))
-    return drawn_RM.reshape(-1)[first_places(cp_sizes_RM)].reshape(ranks, positions)
+    return drawn_RM.reshape(-1)[Groups(cp_sizes_RM).first_J].reshape(ranks, positions)
 
 
 def _schedules(cp_sizes_RM, segments_RM):
-    most_RM = most_segments(cp_sizes_RM, segments_RM)
+    most_RM = Groups(cp_sizes_RM).most_RM(segments_RM)
     return list(map(SegmentedSchedule, _tuples(segments_RM), _tuples(most_RM)))
 
 

@@ -17,7 +17,7 @@ from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 
 from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import first_places
+from sparsebalance_megatron.plan.groups import Groups
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.annealing import _Annealing, anneal
 from sparsebalance_megatron.plan.search.balance import arrival
@@ -121,7 +121,7 @@ def test_a_search_ends(shape):
 def every_placement(case, cp_sizes_RM):
     """All placements of the samples on these micro-batches that obey the cap and leave none
     empty."""
-    places = np.unique(first_places(cp_sizes_RM))
+    places = np.unique(Groups(cp_sizes_RM).first_J)
     lengths = case.costs.lengths_tokens_S
     cap_J = case.rules.cap_tokens * cp_sizes_RM.reshape(-1)[places]
     for chosen in itertools.product(range(len(places)), repeat=len(lengths)):
