@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebalance_megatron.cli.output import check_writable, writing
+from sparsebalance_megatron.cli.output import check_writable, write_text
 from sparsebalance_megatron.config import ConfigError
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if table is None:  # the first rank has it
         return 0
-    with writing(arguments.output):
-        table.save(arguments.output)
+    write_text(arguments.output, table.text())
     print(f"{arguments.output}: {len(table.rows)} measurements")
     model = fit_cost_model(table)
     if table.exchanges:

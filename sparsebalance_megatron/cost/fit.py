@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_with
+from sparsebalance_megatron.config import SparseBalanceConfig, flag_with
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import (
     OF_FLASH_ATTENTION_4,
     CostModel,
-    exchange_of,
+    by_feature,
     selection_efficiency,
 )
 from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part, SegmentCost
@@ -127,7 +127,8 @@ def configured_cost_model(
 
 def fit_cost_model(table: CostTable) -> CostModel:
     """Non-negative least squares on relative errors, so that small and large both fit."""
-    identity, work, timed = table.identity, _work_of(table), table.rows_by_part
+    identity, timed = table.identity, table.rows_by_part
+    work = work_model_named(identity.selection)
     fitted = {
         direction: {
             part: _fit_rows(rows, part, identity.block_size, work)
@@ -154,7 +155,7 @@ def fit_cost_model(table: CostTable) -> CostModel:
 
 def _measured_exchange(table: CostTable) -> Exchange:
     """The model's, at the measured time per byte of each cp_size where there are any."""
-    exchange = exchange_of(table.identity.shape, table.identity.dtype)
+    exchange = Exchange.of(table.identity.shape, table.identity.dtype)
     ms_per_byte_of = {
         width: _fitted_ms_per_byte([row for row in table.exchanges if row.width == width])
         for width in sorted({row.width for row in table.exchanges})
@@ -185,7 +186,7 @@ def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction
 def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
     """Like :func:`fit_errors`, but every row is predicted from a fit that has not seen it: every
     fifth row is left out at a time, so that fits interpolate and extrapolate."""
-    block_size, work = table.identity.block_size, _work_of(table)
+    block_size, work = table.identity.block_size, work_model_named(table.identity.selection)
     errors = {}
     for timed, rows in table.rows_by_part.items():
         folds = min(_FOLDS, len(rows))
@@ -196,15 +197,6 @@ def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
             of_folds.append(_relative_errors(coefficients, rows[fold::folds], block_size, work))
         errors[timed] = _error(np.concatenate(of_folds))
     return errors
-
-
-def _work_of(table: CostTable) -> WorkModel:
-    try:
-        return work_model_named(table.identity.selection)
-    except ConfigError as error:
-        raise CostTableError(
-            f"cost table: no selection named {table.identity.selection!r}: {error}"
-        ) from error
 
 
 def _relative_errors(
@@ -228,7 +220,7 @@ def _fit_rows(
 ) -> tuple[float, ...]:
     """Coefficients of one part in one direction; no rows mean that it is never timed."""
     if not rows:
-        return (0.0,) * len(FEATURES)
+        return by_feature({})
     names = _COMMON_FEATURES + ((_PAIRS[part],) if part in _PAIRS else ())
     columns = [FEATURES.index(name) for name in names]
     measured_ms = np.array([row.ms_median for row in rows])
@@ -248,8 +240,7 @@ def _fit_rows(
         ) from error
     # Six digits, so that ranks whose linear algebra rounds differently still agree on the model.
     rounded = [float(f"{value:.6g}") for value in solution / unit]
-    ms_per_unit = dict(zip(names, rounded, strict=True))
-    return tuple(ms_per_unit.get(name, 0.0) for name in FEATURES)
+    return by_feature(dict(zip(names, rounded, strict=True)))
 
 
 def doubts(table: CostTable, model: CostModel) -> tuple[str, ...]:

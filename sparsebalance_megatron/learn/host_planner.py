@@ -10,8 +10,9 @@ import numpy as np
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length, with_dense_length
+from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.fit import configured_cost_model, without_warnings
-from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, CostModel, exchange_of
+from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
@@ -118,7 +119,7 @@ class HostJob:
         given = self.layout, config, self.neighbours_per_node
         if config.leaves_attention:
             ranks = self.layout.data_parallel_size
-            served = replace(exchange_of(self.shape), heads_within=ranks)
+            served = replace(Exchange.of(self.shape), heads_within=ranks)
             if served.heads_serve(largest := max_cp_size(*given, served)):
                 return ranks, largest
         return self.neighbours_per_node, max_cp_size(*given)

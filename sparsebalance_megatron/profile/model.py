@@ -49,7 +49,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     local_micro_batches,
 )
 from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
-from sparsebalance_megatron.megatron.settings import head_dims
+from sparsebalance_megatron.megatron.settings import dtype_name, head_dims, model_shape
 from sparsebalance_megatron.megatron.single_process import (
     data_parallel_world,
     start_single_process,
@@ -448,8 +448,7 @@ def _timed_rows(
     of_members: list[Any] = [None] * group.members
     dist.all_gather_object(of_members, runs_ms[thoroughness.warm_up :], group.process_group)
     slowest_ms = np.array(of_members).max(axis=0)
-    dtype = str(config.params_dtype).removeprefix("torch.")
-    cost = Exchange.of(config.num_query_groups * sum(head_dims(config)), dtype)
+    cost = Exchange.of(model_shape(config, vocab_size=1), dtype_name(config))
     per_token = cost.bytes_per_token, cost.bytes_per_token + cost.gradient_bytes_per_token
     return [
         ExchangeRow(

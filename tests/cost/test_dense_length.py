@@ -129,7 +129,7 @@ SHAPE = ModelShape(
         (None, {"dense_attention": "fa4", "counted_device": "b200"}, "60%"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:no --sparse-balance-cost-table")
+@pytest.mark.filterwarnings("ignore:no cost table")
 def test_flash_attention_4_is_counted_where_it_will_run(
     installed: str | None, choices: Any, counted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +151,7 @@ def test_what_a_table_was_measured_with_runs(tmp_path: Path, measure) -> None:
     """Whoever is fastest was measured; another that is named is told of."""
     path = tmp_path / "table.json"
     for kernel in ("torch", "fa4"):
-        replace(measure(), dense_kernel=kernel).save(path)
+        path.write_text(replace(measure(), dense_kernel=kernel).text())
         config = replace(CHOICES, cost_table=str(path), selection="previous-block")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*has times of")

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from step_cases import SHAPE
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.exchange import (
@@ -110,10 +111,13 @@ def test_times_that_fall_where_the_work_grows(measure: Measure) -> None:
 
 
 def test_what_sharing_a_sequence_takes_by_hand() -> None:
-    exchange = Exchange.of(2 * 2 * 128)
+    """Two KV heads of one of two tensor-parallel ranks."""
+    shape = replace(SHAPE, num_query_groups=4, head_dim=128, tensor_parallel_size=2)
+    exchange = Exchange.of(shape)
     assert exchange.bytes_per_token == 2 * 2 * 128 * 2
     assert exchange.gradient_bytes_per_token == 2 * 2 * 128 * 4
-    assert Exchange.of(2 * 2 * 128, "float32").bytes_per_token == 2 * 2 * 128 * 4
+    assert (exchange.query_heads, exchange.kv_heads) == (2, 2)
+    assert Exchange.of(shape, "float32").bytes_per_token == 2 * 2 * 128 * 4
     assert received_bytes(1000, 4, exchange.bytes_per_token) == 750 * 1024
     assert ms_per_byte(50.0) == pytest.approx(1e3 / 50e9)
     assert gigabytes_per_second(ms_per_byte(200.0)) == pytest.approx(200.0)
@@ -127,7 +131,8 @@ def test_what_sharing_a_sequence_takes_by_hand() -> None:
 def test_heads_travel_for_lists_where_that_is_shorter() -> None:
     """In bfloat16 a gather takes 4 of the keys' and values' bytes forward and backward, and 5 with
     recomputation; heads take 2 or 3 times (32 + 8) / 8 divided by the ranks."""
-    exchange = replace(Exchange.of(8 * 2 * 128), query_heads=32, kv_heads=8, heads_within=8)
+    shape = replace(SHAPE, num_attention_heads=32, num_query_groups=8, head_dim=128)
+    exchange = replace(Exchange.of(shape), heads_within=8)
     for repeated, served in ((False, [4, 8]), (True, [4, 8])):
         exchange = replace(exchange, repeated=repeated)
         assert [cp for cp in (1, 2, 4, 8, 16) if exchange.lists_by_heads(cp)] == served
@@ -182,7 +187,7 @@ def test_a_table_of_another_selection_serves_dense_attention_alone(
     measure: Measure, identity: RunIdentity, tmp_path: Path
 ) -> None:
     table = measure()
-    table.save(path := tmp_path / "table.json")
+    (path := tmp_path / "table.json").write_text(table.text())
     how: dict[str, Any] = {"block_size": identity.block_size, "cost_table": str(path)}
     run = replace(identity, selection="token-query-head").flat()
     exact = SparseBalanceConfig(**how, layer_budgets="dense:all", tuning="off")
