@@ -322,12 +322,12 @@ def training_flops(
 class StageScales:
     """Factors on the predicted forward and backward ms of every stage and chunk; read-only arrays.
 
-    ``slowness_RP``: factors on top, of every data-parallel rank's device in a stage; None where
+    ``slowness_RP``: factors on top, of every data-parallel rank's device in a stage; R is 1 where
     all are alike. ``cut_ratio``: factor on top, of micro-batches in segments.
     """
 
     scales_2PV: np.ndarray
-    slowness_RP: np.ndarray | None = None
+    slowness_RP: np.ndarray
     cut_ratio: float = 1.0
 
     @classmethod
@@ -336,24 +336,25 @@ class StageScales:
         return cls.of(np.ones((2, stages, virtual_stages)))
 
     @classmethod
-    def of(cls, scales_2PV: np.ndarray, slowness_RP: np.ndarray | None = None) -> "StageScales":
-        """Scales from copies of arrays."""
+    def of(
+        cls,
+        scales_2PV: np.ndarray,
+        slowness_RP: np.ndarray | None = None,
+        cut_ratio: float = 1.0,
+    ) -> "StageScales":
+        """Scales from copies of arrays; without slowness, all devices are alike."""
+        if slowness_RP is None:
+            slowness_RP = np.ones((1, scales_2PV.shape[1]))
         return cls(
             scales_2PV=_read_only(scales_2PV),
-            slowness_RP=None if slowness_RP is None else _read_only(slowness_RP),
+            slowness_RP=_read_only(slowness_RP),
+            cut_ratio=cut_ratio,
         )
-
-    @property
-    def device_slowness_RP(self) -> np.ndarray:
-        """``slowness_RP``; ones, and R is 1, where all are alike."""
-        if self.slowness_RP is None:
-            return np.ones((1, self.scales_2PV.shape[1]))
-        return self.slowness_RP
 
     @property
     def factors_2RPV(self) -> np.ndarray:
         """All factors on predicted times; R may be 1."""
-        return self.scales_2PV[:, None] * self.device_slowness_RP[..., None]
+        return self.scales_2PV[:, None] * self.slowness_RP[..., None]
 
 
 def _read_only(values: np.ndarray) -> np.ndarray:

@@ -269,7 +269,7 @@ class StepFigures:
             bubble_fraction_stage=tuple(idle_RP.mean(axis=0).tolist()),
             relative_time_stage=tuple(relative_RP.mean(axis=0).tolist()),
             relative_time_max=float(relative_RP.max()),
-            slowness_planned_max=float(scales.device_slowness_RP.max()),
+            slowness_planned_max=float(scales.slowness_RP.max()),
             work_ratio=expected.work_ratio,
             tuned_samples=expected.samples_cut + expected.samples_raised,
             budget_blocks_mean=float(budgets_LS.mean()),

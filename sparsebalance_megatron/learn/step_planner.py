@@ -72,9 +72,9 @@ class Knowledge:
         """Saved knowledge of the job that this is about."""
         coverage = copy.deepcopy(self.coverage)
         coverage.load_state_dict(state["coverage"])
-        scales = StageScales.of(np.array(state["scales_2PV"]))
         # Earlier releases learnt no ratio.
-        scales = replace(scales, cut_ratio=state.get("cut_ratio", 1.0))
+        cut_ratio = state.get("cut_ratio", 1.0)
+        scales = StageScales.of(np.array(state["scales_2PV"]), cut_ratio=cut_ratio)
         return Knowledge(coverage=coverage, scales=scales)
 
 
@@ -240,7 +240,7 @@ class Calibration:
         """Current factors; later updates do not change what was returned."""
         known = len(self._cut_ratios) >= _FIRST_ESTIMATE_STEPS
         cut_ratio = float(np.median(self._cut_ratios)) if known else 1.0
-        return replace(StageScales.of(self._scales_2PV), cut_ratio=cut_ratio)
+        return StageScales.of(self._scales_2PV, cut_ratio=cut_ratio)
 
     def update(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from one step, leaving out times that are not finite and positive."""
@@ -353,7 +353,7 @@ class DeviceSlowness:
         times_2RP = np.stack([predicted_RP, measured_RP])
         if not (np.isfinite(times_2RP) & (times_2RP > 0.0)).all():
             return
-        ratio_RP = measured_RP / predicted_RP * planned.scales.device_slowness_RP
+        ratio_RP = measured_RP / predicted_RP * planned.scales.slowness_RP
         relative_RP = ratio_RP / np.median(ratio_RP, axis=0)
         kept = self._history_WRP[-(_DEVICE_HISTORY_STEPS - 1) :]
         self._history_WRP = np.concatenate([kept, relative_RP[None]])

@@ -340,9 +340,7 @@ def step_record(
         batching=plan.batching,
         cp_sizes_RM=np.array([[each.cp_size for each in own] for own in by_rank]),
         segments_RM=np.array([[each.segments for each in own] for own in by_rank]),
-        device_slowness_RP=np.broadcast_to(
-            planned.scales.device_slowness_RP, measured.schedule_ms.shape
-        ),
+        device_slowness_RP=np.broadcast_to(planned.scales.slowness_RP, measured.schedule_ms.shape),
         figures=step.figures,
         predicted=plan.expectation,
         measured=MeasuredTimes(
