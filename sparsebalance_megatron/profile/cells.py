@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig
@@ -166,14 +167,14 @@ def median_and_spread(times_ms: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def backward_from(
-    gradient: Tensor | None, *, inputs: Sequence[Tensor] = ()
-) -> Callable[[Tensor], None]:
-    """A backward from ``gradient``. Parameters accumulate, as in training; inputs start afresh."""
+def with_backward(forward: Callable[[], Tensor], *inputs: Tensor) -> Timed:
+    """A part and its backward from gradients of ones. Parameters accumulate, as in training; inputs
+    start afresh."""
+    gradient = torch.ones_like(forward())
 
     def backward(output: Tensor) -> None:
         for leaf in inputs:
             leaf.grad = None
         output.backward(gradient)
 
-    return backward
+    return Timed(forward=forward, backward=backward)

@@ -60,9 +60,9 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.cells import (
     Thoroughness,
     Timed,
-    backward_from,
     median_and_spread,
     time_once,
+    with_backward,
 )
 
 _DIVISORS = (4, 1)
@@ -141,9 +141,14 @@ class ProfiledModel:
             case Part.LINEAR:
                 return self._linear(tokens, context)
             case Part.EXPERTS:
-                return self._experts(tokens)
+                # The router of tokens, their way to the experts and back, and the experts.
+                hidden_T1h = self._hidden(tokens)
+                return with_backward(lambda: self._mlp(hidden_T1h)[0], hidden_T1h)
             case Part.EMBEDDING:
-                return self._embedding(tokens)
+                tokens_1T = self._token_ids(tokens)
+                places_1T = torch.arange(tokens, device=self._device)[None]
+                positions_1T = places_1T % self._max_seqlen_tokens
+                return with_backward(lambda: self._model.embedding(tokens_1T, positions_1T))
             case Part.HEAD:
                 return self._head(tokens)
 
@@ -172,12 +177,8 @@ class ProfiledModel:
     def _attention(
         self, qkv: tuple[Tensor, Tensor, Tensor], attend: Callable[..., tuple[Tensor, Tensor]]
     ) -> Timed:
-        q_THD, _, v_TGF = qkv
-        gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])
-        return Timed(
-            forward=lambda: attend(*qkv, softmax_scale=q_THD.shape[-1] ** -0.5)[0],
-            backward=backward_from(gradient_THF, inputs=qkv),
-        )
+        scale = qkv[0].shape[-1] ** -0.5
+        return with_backward(lambda: attend(*qkv, softmax_scale=scale)[0], *qkv)
 
     def _dense_attention(self, context: LocalMicroBatch, kernel: DenseAttention) -> Timed:
         """As layers attend to documents that are covered: without lists, where that serves."""
@@ -257,26 +258,10 @@ class ProfiledModel:
             )
             return out_T1h
 
-        backward = backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
-        return Timed(forward=layer, backward=backward)
-
-    def _experts(self, tokens: int) -> Timed:
-        """Router of tokens, their way to the experts and back, and the experts."""
-        hidden_T1h = self._hidden(tokens)
-        backward = backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
-        return Timed(forward=lambda: self._mlp(hidden_T1h)[0], backward=backward)
-
-    def _embedding(self, tokens: int) -> Timed:
-        tokens_1T = self._token_ids(tokens)
-        positions_1T = torch.arange(tokens, device=self._device)[None] % self._max_seqlen_tokens
-        gradient_T1h = torch.ones_like(self._hidden(tokens))
-        return Timed(
-            forward=lambda: self._model.embedding(tokens_1T, positions_1T),
-            backward=backward_from(gradient_T1h),
-        )
+        return with_backward(layer, hidden_T1h)
 
     def _head(self, tokens: int) -> Timed:
-        """Final norm, vocabulary projection and loss; the gradient of the summed loss is ones."""
+        """Final norm, vocabulary projection and loss."""
         model = self._model
         hidden_T1h = self._hidden(tokens)
         labels_1T = self._token_ids(tokens)
@@ -289,7 +274,7 @@ class ProfiledModel:
             logits, _ = model.output_layer(normed_T1h, weight=weight)
             return model.compute_language_model_loss(labels_1T, logits).float().sum()
 
-        return Timed(forward=head, backward=backward_from(None, inputs=(hidden_T1h,)))
+        return with_backward(head, hidden_T1h)
 
     def _rotary(self, hidden_T1h: Tensor, params: BudgetedPackedSeqParams) -> Any:
         embedding = getattr(self._model, "rotary_pos_emb", None)

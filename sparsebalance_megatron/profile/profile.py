@@ -9,6 +9,7 @@ runs.
 import io
 import statistics
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -112,23 +113,21 @@ def profile(
         # Its one layer selects; attention of dense layers is timed beside it.
         options = AttentionOptions(replace(config, layer_budgets=None), grid)
         model = ProfiledModel(args, options, device)
-    rows: list[CostRow] = []
-    by_kernel: dict[Part, dict[Any, list[CostRow]]] = {
-        Part.ATTENTION: {name: [] for name in model.list_kernels},
-        Part.DENSE_ATTENTION: {name: [] for name in model.dense_kernels},
+    kernels: dict[Part, Sequence[Any]] = dict.fromkeys(Part, (None,)) | {
+        Part.ATTENTION: model.list_kernels,
+        Part.DENSE_ATTENTION: model.dense_kernels,
     }
+    measured: dict[tuple[Part, Any], list[CostRow]] = defaultdict(list)
     cells = plan_cells(args.seq_length, config, thoroughness, has_experts=model.has_experts)
     for cell in progress(cells):
         for part in cell.parts:
-            for name, found in by_kernel.get(part, {"": rows}).items():
+            for name in kernels[part]:
                 timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks, name)
-                found += measure(part, timed, cell, thoroughness, clock)
-    list_kernel, dense_kernel = (
-        min(found, key=lambda name: sum(row.ms_median for row in found[name]))
-        for found in by_kernel.values()
-    )
-    for part, name in zip(by_kernel, (list_kernel, dense_kernel), strict=True):
-        rows += by_kernel[part][name]
+                measured[part, name] += measure(part, timed, cell, thoroughness, clock)
+    fastest = {
+        part: min(names, key=lambda name: sum(row.ms_median for row in measured[part, name]))
+        for part, names in kernels.items()
+    }
     segments = _measured_segments(model, config, args.seq_length, thoroughness, clock)
     return CostTable(
         identity=identity,
@@ -139,11 +138,11 @@ def profile(
         },
         date=datetime.now(UTC).date().isoformat(),
         threads=threads,
-        rows=tuple(rows),
+        rows=tuple(row for timed in fastest.items() for row in measured[timed]),
         exchanges=exchanges,
         segments=segments,
-        list_kernel=list_kernel,
-        dense_kernel=dense_kernel,
+        list_kernel=fastest[Part.ATTENTION],
+        dense_kernel=fastest[Part.DENSE_ATTENTION],
     )
 
 
