@@ -144,21 +144,10 @@ SMALL = {"hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 6, "he
 SHAPE = replace(step_cases.SHAPE, **SMALL, vocab_size=77)
 
 
-def naive_pairs(tokens: int, budget: int, block_size: int) -> int:
-    """Every query reads its own block up to itself, and whole blocks before it."""
-    pairs = 0
-    for query in range(tokens):
-        block = query // block_size
-        pairs += query % block_size + 1
-        pairs += min(budget - 1, block) * block_size
-    return pairs
-
-
 @given(st.integers(0, 70), st.integers(1, 12), st.sampled_from([1, 2, 8, 16]))
 def test_pairs_are_those_of_a_loop_over_queries(tokens: int, budget: int, block_size: int) -> None:
-    assert attended_token_pairs(tokens, budget, block_size) == naive_pairs(
-        tokens, budget, block_size
-    )
+    expected = oracle.attended_token_pairs(tokens, budget, block_size)
+    assert attended_token_pairs(tokens, budget, block_size) == expected
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -174,9 +163,9 @@ def test_flops_of_a_small_model_counted_matrix_by_matrix(gated: bool) -> None:
                 *((24, 40), (40, 24), *([(24, 40)] if gated else [])),
             ):
                 forward += 2 * length * rows * columns
-            for _head in range(6):
-                # Scores, and the sum of values weighted by them.
-                forward += 2 * (2 * 5 * naive_pairs(length, int(budget), block_size))
+            # Scores of six heads, and the sum of values weighted by them.
+            pairs = oracle.attended_token_pairs(length, int(budget), block_size)
+            forward += 6 * 2 * (2 * 5 * pairs)
     forward += sum(2 * length * 24 * 77 for length in lengths)
     counted = training_flops(
         shape, layers=2, lengths_tokens_S=lengths, budgets_LS=budgets_LS, block_size=block_size
