@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slow stages and slow devices show up, odd measurements do not, state survives exactly."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cost.cost_cases import Times
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from step_cases import step_measurement
 
 from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.learn.step_planner import Calibration, DeviceSlowness
@@ -29,12 +32,16 @@ class Drill:
             work_2RPVM = self._generator.uniform(1.0, 50.0, (2, *SHAPE_RPVM))
             jitter = np.exp(self._noise * self._generator.standard_normal(work_2RPVM.shape))
             slowness = StageScales.of(self.slowness_2PV, self.slowness_RP)
-            measured_2RPVM = work_2RPVM * slowness.factors_2RPV[..., None] * jitter
-            spoil(*measured_2RPVM)
+            own_2RPVM = work_2RPVM * slowness.factors_2RPV[..., None] * jitter
+            spoil(*own_2RPVM)
+            # Whatever ranks waited for others teaches nothing.
+            waiting_2RPVM = self._generator.uniform(0.0, 50.0, own_2RPVM.shape)
+            measured = step_measurement(own_2RPVM + waiting_2RPVM)
+            measured = replace(measured, waiting_2RPVM=waiting_2RPVM)
             scales = StageScales.of(self.scales_2PV(), self.devices.snapshot())
             planned = Times(work_2RPVM * scales.factors_2RPV[..., None], scales)
             for learner in (self.calibration, self.devices):
-                learner.update(planned, Times(measured_2RPVM, scales))
+                learner.update(planned, measured)
 
     def scales_2PV(self) -> np.ndarray:
         return self.calibration.snapshot().scales_2PV.copy()
