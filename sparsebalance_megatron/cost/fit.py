@@ -63,7 +63,7 @@ def configured_cost_model(
     latter, and where a table's costs are hard to believe.
 
     Args:
-        run: what the table must have been measured for, besides the configuration and the shape.
+        run: what else the table must have been measured for.
 
     Raises:
         CostTableError: the table was measured for something else.

@@ -74,8 +74,8 @@ class HostJob:
     def cost_model(self, config: SparseBalanceConfig, run: Mapping[str, Any]) -> CostModel:
         """The costs of this job: those of the configured table, else counted operations.
 
-        ``run``: what a table must share with this run, by the names of ``RunIdentity``; a process
-        that only plans has neither device nor dtype, and gives nothing.
+        ``run``: the device and dtype that a table must have been measured for; a process that only
+        plans has neither.
         """
         cost = configured_cost_model(
             config, self.shape, run, expert_parallel_size=self.expert_parallel_size

@@ -58,6 +58,7 @@ from sparsebalance_megatron.megatron.single_process import (
 from sparsebalance_megatron.megatron.timing import Clock
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.cells import (
+    Cell,
     Thoroughness,
     Timed,
     median_and_spread,
@@ -117,18 +118,12 @@ class ProfiledModel:
         }
         return [*(name for name, does in serves.items() if does), "torch"]
 
-    def timed(
-        self,
-        part: Part,
-        lengths_tokens: Sequence[int],
-        budget_blocks: int,
-        kernel: Any = None,
-    ) -> Timed:
+    def timed(self, cell: Cell, kernel: Any = None) -> Timed:
         """A part on a micro-batch of random data, all samples at one budget; attention by one of
         :attr:`list_kernels` or :attr:`dense_kernels`."""
-        (context,) = self._micro_batches(lengths_tokens, budget_blocks)
+        (context,) = self._micro_batches(cell.lengths_tokens, cell.budget_blocks)
         tokens = context.layout.tokens
-        match part:
+        match cell.part:
             case Part.ATTENTION:
                 qkv = self._queries_keys_values(tokens)
                 selection = self._select(qkv[0], qkv[1], context)

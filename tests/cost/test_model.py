@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import step_cases
-from cost.cost_cases import predict_ms
-from hypothesis import HealthCheck, given, settings
+from cost.cost_cases import IDENTITY, PLANTED, predict_ms
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import cost as oracle
 
@@ -20,51 +20,46 @@ from sparsebalance_megatron.cost.model import (
     training_flops,
 )
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.table import ExpertShape, RunIdentity
+from sparsebalance_megatron.cost.table import ExpertShape
 from sparsebalance_megatron.cost.work_model import features, work_model_named
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 DOCUMENTS = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 6)), min_size=1, max_size=4)
-same_planted_model = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
-@same_planted_model
+@settings(max_examples=25, deadline=None)
 @given(documents=DOCUMENTS)
-def test_prediction_equals_the_oracles_sum(
-    planted: CostModel, documents: list[tuple[int, int]]
-) -> None:
+def test_prediction_equals_the_oracles_sum(documents: list[tuple[int, int]]) -> None:
     lengths, budgets = (list(column) for column in zip(*documents, strict=True))
-    row = features(lengths, budgets, planted.block_size, planted.work)
+    row = features(lengths, budgets, PLANTED.block_size, PLANTED.work)
     for part in (part for part in Part if part is not Part.EXPERTS):
         expected = oracle.micro_batch_ms(
-            lengths, budgets, planted.block_size, planted.forward_ms[part]
+            lengths, budgets, PLANTED.block_size, PLANTED.forward_ms[part]
         )
-        assert predict_ms(planted, part, Direction.FORWARD, row) == pytest.approx(
+        assert predict_ms(PLANTED, part, Direction.FORWARD, row) == pytest.approx(
             expected, rel=1e-9
         )
 
 
-def test_recompute_adds_the_forward_it_repeats(planted: CostModel) -> None:
+def test_recompute_adds_the_forward_it_repeats() -> None:
     attention = {Part.ATTENTION, Part.DENSE_ATTENTION, Part.ROUTER}
     for full, attention_only, repeated in (
         (False, False, set()),
         (True, False, {*attention, Part.LINEAR, Part.EXPERTS}),
         (False, True, attention),
     ):
-        model = planted.with_recompute(full=full, attention_only=attention_only)
-        assert model.forward_ms == planted.forward_ms
+        model = PLANTED.with_recompute(full=full, attention_only=attention_only)
+        assert model.forward_ms == PLANTED.forward_ms
         for part in Part:
-            expected = planted.coefficients_ms(part, Direction.BACKWARD)
+            expected = PLANTED.coefficients_ms(part, Direction.BACKWARD)
             if part in repeated:
-                expected = expected + planted.coefficients_ms(part, Direction.FORWARD)
+                expected = expected + PLANTED.coefficients_ms(part, Direction.FORWARD)
             np.testing.assert_array_equal(model.coefficients_ms(part, Direction.BACKWARD), expected)
 
 
-def test_frozen_weights_leave_one_product_of_two(identity: RunIdentity) -> None:
+def test_frozen_weights_leave_one_product_of_two() -> None:
     """Counted by hand: a projection's backward is as long as its forward, attention as before."""
-    model = CostModel.analytic(identity.shape, 64)
+    model = CostModel.analytic(IDENTITY.shape, 64)
     frozen = model.with_frozen_weights()
     assert frozen.forward_ms == model.forward_ms
     for part in (Part.LINEAR, Part.HEAD):
@@ -78,9 +73,9 @@ def test_frozen_weights_leave_one_product_of_two(identity: RunIdentity) -> None:
     )
 
 
-def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
+def test_counted_operations_of_a_layer() -> None:
     """2 operations per weight and token; 4 T^2 H D for dense attention over whole blocks."""
-    shape = identity.shape
+    shape = IDENTITY.shape
     efficiency = Efficiency(dense=0.7, sparse=0.3, linear=0.5, experts=0.4)
     model = CostModel.analytic(shape, 128, efficiency=efficiency)
     peak = DEVICES["h200"].flops_per_ms
@@ -103,10 +98,10 @@ def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
     assert predict_ms(model, Part.ROUTER, Direction.BACKWARD, row) == 0.0
 
 
-def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity) -> None:
+def test_counted_operations_shrink_with_tensor_parallelism() -> None:
     row = features([4096], 4, 128, work_model_named("previous-block"))
-    whole = CostModel.analytic(identity.shape, 128)
-    half = CostModel.analytic(replace(identity.shape, tensor_parallel_size=2), 128)
+    whole = CostModel.analytic(IDENTITY.shape, 128)
+    half = CostModel.analytic(replace(IDENTITY.shape, tensor_parallel_size=2), 128)
     for part in (Part.ATTENTION, Part.ROUTER, Part.LINEAR, Part.HEAD):
         for direction in Direction:
             assert predict_ms(half, part, direction, row) == pytest.approx(
@@ -114,12 +109,12 @@ def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity
             )
 
 
-def test_routed_experts_are_a_part_of_their_own(identity: RunIdentity) -> None:
+def test_routed_experts_are_a_part_of_their_own() -> None:
     """2 operations per weight of a token's experts, and its copies there and back."""
     experts = ExpertShape(
         experts=16, top_k=4, ffn_hidden_size=96, shared_ffn_hidden_size=64, layers_share=0.75
     )
-    shape = replace(identity.shape, experts=experts)
+    shape = replace(IDENTITY.shape, experts=experts)
     model = CostModel.analytic(
         shape, 128, expert_parallel_size=8, gigabytes_per_second=100.0, device="h100"
     )

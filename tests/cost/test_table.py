@@ -5,7 +5,6 @@ refused by name."""
 import json
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,24 @@ from typing import Any
 import msgspec
 import pytest
 from bad_inputs.judge import bounded, check_refused
+from cost.cost_cases import IDENTITY, planted_table
 
 from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.model import CostModel
 from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
-from sparsebalance_megatron.cost.table import CostTable, CostTableError, ExchangeRow, RunIdentity
+from sparsebalance_megatron.cost.table import CostTable, CostTableError, ExchangeRow
 
-Measure = Callable[..., CostTable]
 EXCHANGES = (
     ExchangeRow(width=2, received_bytes=4_000_000, ms_median=0.1, ms_spread=0.0, repeats=5),
     ExchangeRow(width=4, received_bytes=6_000_000, ms_median=0.15, ms_spread=0.01, repeats=5),
 )
 
 
-def test_save_and_load_round_trip_exactly(tmp_path: Path, measure: Measure) -> None:
+def test_save_and_load_round_trip_exactly(tmp_path: Path) -> None:
     """What a table lacks is the default, and a bad one has no text."""
     path = tmp_path / "table.json"
     table = replace(
-        measure(noise=0.1),
+        planted_table(noise=0.1),
         exchanges=EXCHANGES,
         segments=SegmentCost(slowness=1.2, operation_ms=(0.1, 0.4)),
     )
@@ -51,8 +50,8 @@ def test_save_and_load_round_trip_exactly(tmp_path: Path, measure: Measure) -> N
     assert loaded.exchanges == () and fit_cost_model(loaded).segments == SegmentCost()
 
 
-def test_only_the_router_may_lack_backward_rows(measure: Measure) -> None:
-    table = measure()
+def test_only_the_router_may_lack_backward_rows() -> None:
+    table = planted_table()
     table.validate()
     rows = tuple(
         row for row in table.rows if (row.part, row.direction) != (Part.LINEAR, Direction.BACKWARD)
@@ -61,15 +60,13 @@ def test_only_the_router_may_lack_backward_rows(measure: Measure) -> None:
         replace(table, rows=rows).validate()
 
 
-def test_every_differing_field_is_named_with_both_values(
-    measure: Measure, identity: RunIdentity
-) -> None:
-    measure().check_matches(identity.flat())
-    measure().check_matches({"block_size": 128})
-    shape = replace(identity.shape, hidden_size=2048)
-    run = replace(identity, device="NVIDIA H200", shape=shape)
+def test_every_differing_field_is_named_with_both_values() -> None:
+    planted_table().check_matches(IDENTITY.flat())
+    planted_table().check_matches({"block_size": 128})
+    shape = replace(IDENTITY.shape, hidden_size=2048)
+    run = replace(IDENTITY, device="NVIDIA H200", shape=shape)
     with pytest.raises(CostTableError) as caught:
-        measure().check_matches(run.flat())
+        planted_table().check_matches(run.flat())
     for difference in (
         "device is cpu in the table, NVIDIA H200 in this run",
         "shape.hidden_size is 256 in the table, 2048 in this run",
@@ -119,8 +116,8 @@ def load_and_fit(path: Path) -> CostModel:
     return fit_cost_model(CostTable.load(path))
 
 
-def test_a_later_release_may_write_more_keys(tmp_path: Path, measure: Measure) -> None:
-    document = json.loads(measure().text())
+def test_a_later_release_may_write_more_keys(tmp_path: Path) -> None:
+    document = json.loads(planted_table().text())
     (tmp_path / "table.json").write_text(json.dumps(document | {"comment": "more"}))
     with warnings.catch_warnings(), bounded():
         warnings.simplefilter("error")
@@ -138,8 +135,8 @@ CASES = [(path, value) for path, values in DAMAGE.items() for value in values]
         for keys, value in CASES
     ],
 )
-def test_damage(keys: tuple[Any, ...], value: Any, tmp_path: Path, measure: Measure) -> None:
-    table = json.loads(replace(measure(), exchanges=EXCHANGES).text())
+def test_damage(keys: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+    table = json.loads(replace(planted_table(), exchanges=EXCHANGES).text())
     holder: Any = table
     for key in keys[:-1]:
         holder = holder[key]
