@@ -200,7 +200,7 @@ class HostPlanner:
     A plan is a pure function of the arguments of :meth:`plan` and of what :meth:`learn` and
     :meth:`load_state_dict` were given, so every process that made the same calls makes the same
     plan. ``steps`` counts what has been learnt from, ``config`` are the choices with the length up
-    to which documents are dense.
+    to which documents are dense, ``step_planner`` plans for a number of micro-batches.
 
     Args:
         config: the plugin's choices.
@@ -237,7 +237,7 @@ class HostPlanner:
         self._dense_by_costs = config.dense_up_to == "auto"
         config = with_dense_length(config, cost, job.padded(job.max_sample_tokens))
         self.coverage = job.coverage(config)
-        self._planner = StepPlanner(
+        self.step_planner = StepPlanner(
             job=job.layout,
             plan_settings=job.plan_settings(config, job.padded(job.max_sample_tokens)),
             cost=cost,
@@ -250,18 +250,8 @@ class HostPlanner:
         self.steps = 0
 
     @property
-    def cost(self) -> CostModel:
-        """What plans are made by."""
-        return self._planner.cost
-
-    @property
-    def plan_settings(self) -> PlanSettings:
-        """What plans may do."""
-        return self._planner.plan_settings
-
-    @property
     def config(self) -> SparseBalanceConfig:
-        return self.plan_settings.config
+        return self.step_planner.plan_settings.config
 
     def plan(
         self,
@@ -291,8 +281,8 @@ class HostPlanner:
         lengths = self._padded_lengths(lengths_tokens)
         if placement is not None:
             micro_batches = micro_batches or max(map(len, placement), default=0)
-        known = self._planner.knowledge()
-        plan_settings = self._planner.plan_settings
+        known = self.step_planner.knowledge()
+        plan_settings = self.step_planner.plan_settings
         counts = self._micro_batch_counts(lengths, micro_batches)
         tried: list[Sequence[int]] = [counts]
         if micro_batches is not None:
@@ -305,7 +295,7 @@ class HostPlanner:
         for some in tried:
             for count in some:
                 try:
-                    planned = self._planner.plan(
+                    planned = self.step_planner.plan(
                         self.steps if step is None else step,
                         lengths,
                         replace(self.job.layout, micro_batches=count),
@@ -344,7 +334,7 @@ class HostPlanner:
                     f"{multiple}"
                 )
             return range(given, given + 1)
-        plan_settings = self._planner.plan_settings
+        plan_settings = self.step_planner.plan_settings
         sharing = plan_settings.max_cp_size
         largest = len(lengths) * sharing // (ranks * multiple) * multiple
         if largest < 1:
@@ -359,29 +349,27 @@ class HostPlanner:
     def learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from a step of this planner, or of another that knew the same."""
         self.steps += 1
-        self._planner.learn(planned, measured)
+        self.step_planner.learn(planned, measured)
 
     def state_dict(self) -> dict[str, Any]:
         """State that later plans depend on besides lengths; plain Python types."""
-        return self._planner.state_dict() | {"steps": self.steps}
+        return self.step_planner.state_dict() | {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
         """Take over the state of another planner of this model; see
         :meth:`.StepPlanner.load_state_dict`."""
-        afresh = self._planner.load_state_dict(state)
+        afresh = self.step_planner.load_state_dict(state)
         self.steps = int(state["steps"])
-        own = self.config.dense_up_to_tokens
-        planner, counted = self._planner, bool(state.get("dense_up_to_counted"))
+        flag, own = flag_name("dense_up_to"), self.config.dense_up_to_tokens
+        planner, counted = self.step_planner, bool(state.get("dense_up_to_counted"))
         kept = kept_dense_length(state, planner.plan_settings, planner.cost)
         if self._dense_by_costs and counted and planner.cost.efficiency is None:
             saved = state["dense_up_to_tokens"]
-            line = f"{flag_name('dense_up_to')} is {own} by the cost table; {saved} was counted"
-            return (*afresh, line)
-        if kept in (None, own):
+            return (*afresh, f"{flag} is {own} by the cost table; {saved} was counted")
+        if kept is None or kept == own:
             return afresh
-        line = f"{flag_name('dense_up_to')} is {own}, in the state {kept}"
-        if self._dense_by_costs:
-            line = f"{flag_name('dense_up_to')} stays {kept}; by this job's costs it would be {own}"
-            planner.plan_settings = planner.plan_settings.with_dense_length(kept)
-            planner.dense_counted = counted
-        return (*afresh, line)
+        if not self._dense_by_costs:
+            return (*afresh, f"{flag} is {own}, in the state {kept}")
+        planner.plan_settings = planner.plan_settings.with_dense_length(kept)
+        planner.dense_counted = counted
+        return (*afresh, f"{flag} stays {kept}; by this job's costs it would be {own}")

@@ -25,7 +25,6 @@ from sparsebalance_megatron.learn.step_planner import (
     StepPlanner,
     check_version,
 )
-from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, whole_parts
 
 _PLANS_KEPT = 2
@@ -156,11 +155,6 @@ class Scheduler:
     _followers: list[Callable[[PlannedStep], None]] = field(default_factory=list, init=False)
     _known_for_next: Knowledge | None = field(default=None, init=False)
     _finished_step: int = field(default=-1, init=False)
-
-    @property
-    def coverage(self) -> CoverageCurves:
-        """The curves as learnt so far."""
-        return self.planner.coverage
 
     def planned(self, step: int) -> PlannedStep:
         """The plan of a step."""

@@ -45,12 +45,12 @@ def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> Step
     """Measurement of step ``rise`` or another; ``rise`` raises curves; stage 1 is twice as slow."""
     expectation = schedule.planned(rise if step is None else step).plan.expectation
     slow_P11 = np.array([1.0, 2.0])[:, None, None]
-    grid = np.asarray(schedule.coverage.grid, dtype=np.float64)
+    grid = np.asarray(schedule.planner.coverage.grid, dtype=np.float64)
     curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (rise + 1))
     return step_measurement(
         expectation.times_2RPVM * slow_P11,
-        sums_LUK=np.broadcast_to(curve_K, schedule.coverage.mean_LUK.shape),
-        counts_LU=np.ones(schedule.coverage.observed_LU.shape),
+        sums_LUK=np.broadcast_to(curve_K, schedule.planner.coverage.mean_LUK.shape),
+        counts_LU=np.ones(schedule.planner.coverage.observed_LU.shape),
         executed_L=np.ones(schedule.job.layers),
         base_sum=1.0,
     )
