@@ -19,12 +19,7 @@ import numpy as np
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.step_planner import (
-    Knowledge,
-    StateError,
-    StepPlanner,
-    check_version,
-)
+from sparsebalance_megatron.learn.step_planner import Knowledge, StateError, StepPlanner
 from sparsebalance_megatron.plan.job import Job, whole_parts
 
 _PLANS_KEPT = 2
@@ -273,11 +268,10 @@ class Scheduler:
     def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
         """Take over saved state; see :meth:`.StepPlanner.load_state_dict` and
         :meth:`BatchSizes.step_at`."""
-        check_version(state)
+        afresh = self.planner.load_state_dict(state)
         self._finished_step = self.batch_sizes.step_at(int(state["consumed_samples"])) - 1
         self._drop_plans_ahead()
         self._planned.clear()
-        afresh = self.planner.load_state_dict(state)
         self._known_for_next = None
         if self.worker is not None and not afresh and state["next_plan"] is not None:
             self._known_for_next = self.planner.knowledge().restored(state["next_plan"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from step_cases import step_measurement
 
 from sparsebalance_megatron.cost.model import StageScales
-from sparsebalance_megatron.learn.step_planner import Calibration, DeviceSlowness
+from sparsebalance_megatron.learn.calibration import Calibration, DeviceSlowness
 
 SHAPE_RPVM = (4, 3, 2, 4)
 DEVICES_RP, (STAGES, CHUNKS) = SHAPE_RPVM[:2], SHAPE_RPVM[1:3]
