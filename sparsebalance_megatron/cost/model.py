@@ -40,8 +40,6 @@ _BACKWARD_OVER_FORWARD = {
 products for two."""
 
 _FORWARD_AND_BACKWARD = 3
-COUNTED = "counted operations"
-"""How the source of a model begins that measured nothing."""
 
 
 class CountedRates(NamedTuple):
@@ -267,7 +265,7 @@ class CostModel:
             backward_ms=backward_ms,
             work=work,
             exchange=Exchange.of(shape),
-            source=f"{COUNTED} of {selection} on {device.upper()}, {efficiency}",
+            source=f"counted operations of {selection} on {device.upper()}, {efficiency}",
             efficiency=efficiency,
             device=device.upper(),
         )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.stats import median_abs_deviation
 from torch import Tensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig
@@ -89,15 +90,15 @@ def plan_cells(
     left_out = {Part.DENSE_ATTENTION} if has_experts else {Part.DENSE_ATTENTION, Part.EXPERTS}
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
     cuts += [_cut(max(cuts)[0] // 2, documents) for documents in thoroughness.documents]
-    cells, measured_densely = [], 0
-    for lengths in sorted({cut for cut in cuts if min(cut) >= 1}, key=lambda cut: (sum(cut), cut)):
+    cuts = sorted({cut for cut in cuts if min(cut) >= 1}, key=lambda cut: (sum(cut), cut))
+    cells = []
+    for number, lengths in enumerate(cuts):
         blocks = -(-max(lengths) // config.block_size)
         base = min(config.base_budget, blocks)
         dense = {blocks} if blocks <= thoroughness.most_dense_blocks else set()
         fours = {4**power for power in range(8) if 4**power <= min(blocks, 2 * config.base_budget)}
         cells += [Cell(part, lengths, base) for part in Part if part not in left_out]
-        if dense or measured_densely < _LEAST_DENSE_CELLS:
-            measured_densely += 1
+        if dense or number < _LEAST_DENSE_CELLS:
             cells.append(Cell(Part.DENSE_ATTENTION, lengths, blocks))
         budgets = sorted((fours | dense) - {base})
         cells += [Cell(Part.ATTENTION, lengths, budget) for budget in budgets]
@@ -148,10 +149,9 @@ def time_once(timed: Timed, clock: Clock) -> tuple[float, ...]:
 
 def median_and_spread(times_ms: Sequence[float]) -> dict[str, Any]:
     """Median, median deviation from it, and number of repeats, by their names in cost tables."""
-    median_ms = float(np.median(times_ms))
     return {
-        "ms_median": median_ms,
-        "ms_spread": float(np.median(np.abs(np.array(times_ms) - median_ms))),
+        "ms_median": float(np.median(times_ms)),
+        "ms_spread": float(median_abs_deviation(times_ms)),
         "repeats": len(times_ms),
     }
 

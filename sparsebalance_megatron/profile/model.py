@@ -92,7 +92,6 @@ class ProfiledModel:
         self.has_experts = bool(self._config.num_moe_experts)
         if self.has_experts:
             self._layer.mlp = _PassHidden()
-        self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
     @property
     def list_kernels(self) -> list[AttentionImplementation]:
@@ -282,9 +281,7 @@ class ProfiledModel:
         return rotary[0] if isinstance(rotary, tuple) else rotary
 
     def _random(self, *shape: int) -> Tensor:
-        return torch.randn(
-            shape, generator=self._generator, dtype=self._config.params_dtype, device=self._device
-        )
+        return torch.randn(shape, dtype=self._config.params_dtype, device=self._device)
 
     def _hidden(self, tokens: int) -> Tensor:
         hidden_T1h = self._random(tokens, 1, self._config.hidden_size)
@@ -293,9 +290,7 @@ class ProfiledModel:
         return hidden_T1h.requires_grad_()
 
     def _token_ids(self, tokens: int) -> Tensor:
-        return torch.randint(
-            self._vocabulary, (1, tokens), generator=self._generator, device=self._device
-        )
+        return torch.randint(self._vocabulary, (1, tokens), device=self._device)
 
 
 def _head_shapes(config: Any) -> tuple[tuple[int, int], ...]:

@@ -28,7 +28,6 @@ from sparsebalance_megatron.cost.fit import (
 )
 from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.cost.table import CostTableError, ExchangeRow
-from sparsebalance_megatron.cost.work_model import FEATURES
 
 
 def test_fit_recovers_planted_coefficients() -> None:
@@ -65,17 +64,6 @@ def test_held_out_error_is_zero_without_noise_and_sees_what_a_fit_hides() -> Non
     hidden, held_out = fit_errors(fit_cost_model(bent), bent)[key], held_out_errors(bent)[key]
     assert np.quantile(held_out, 0.95) > np.quantile(hidden, 0.95)
     assert len(held_out) == len(hidden)
-
-
-def test_a_kind_depends_only_on_its_features() -> None:
-    table = planted_table(noise=0.5)
-    fitted = fit_cost_model(table)
-    pairs = {"block_pairs": {Part.ATTENTION}}
-    pairs["visible_block_pairs"] = {Part.DENSE_ATTENTION, Part.ROUTER}
-    for part, direction in table.rows_by_part:
-        for name, parts in pairs.items():
-            if part not in parts:
-                assert fitted.coefficients_ms(part, direction)[FEATURES.index(name)] == 0.0
 
 
 def test_a_table_that_cannot_be_fitted_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

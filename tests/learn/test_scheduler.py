@@ -6,6 +6,7 @@ import itertools
 import json
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -41,12 +42,12 @@ class LateExecutor(Executor):
         return Late()
 
 
-def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> StepMeasurement:
-    """Measurement of step ``rise`` or another; ``rise`` raises curves; stage 1 is twice as slow."""
-    expectation = schedule.planned(rise if step is None else step).plan.expectation
+def measurement(schedule: Scheduler, step: int) -> StepMeasurement:
+    """Each step raises the curves; stage 1 is twice as slow as predicted."""
+    expectation = schedule.planned(step).plan.expectation
     slow_P11 = np.array([1.0, 2.0])[:, None, None]
     grid = np.asarray(schedule.planner.coverage.grid, dtype=np.float64)
-    curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (rise + 1))
+    curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (step + 1))
     return step_measurement(
         expectation.times_2RPVM * slow_P11,
         sums_LUK=np.broadcast_to(curve_K, schedule.planner.coverage.mean_LUK.shape),
@@ -101,20 +102,14 @@ def test_ranks_with_fast_and_slow_planners_agree(
 def test_the_following_step_is_planned_once_and_not_before_it_is_asked_for(
     index: SampleIndex,
 ) -> None:
-    class Counting(LateExecutor):
-        submitted = 0
-
-        def submit(self, *arguments: Any, **keywords: Any) -> Future:
-            Counting.submitted += 1
-            return super().submit(*arguments, **keywords)
-
-    schedule = make_scheduler(index, Counting())
+    worker = Mock(wraps=LateExecutor())
+    schedule = make_scheduler(index, worker)
     schedule.plan_following(0)
     schedule.planned(0)
-    assert Counting.submitted == 0
+    worker.submit.assert_not_called()
     schedule.plan_following(0)
     schedule.plan_following(0)
-    assert Counting.submitted == 1
+    worker.submit.assert_called_once()
 
 
 def test_the_step_that_runs_and_the_next_are_kept(index: SampleIndex, worker: Executor) -> None:
@@ -161,13 +156,9 @@ def test_waiting_and_planning_are_told_apart(index: SampleIndex) -> None:
 
 
 def test_errors_of_planning_ahead_reach_the_step_that_needs_the_plan(index: SampleIndex) -> None:
-    class Failing(Executor):
-        def submit(self, function: Any, /, *arguments: Any, **keywords: Any) -> Future:
-            future: Future = Future()
-            future.set_exception(PlanError(f"step {arguments[0]} has no plan"))
-            return future
-
-    schedule = make_scheduler(index, Failing())
+    future: Future = Future()
+    future.set_exception(PlanError("step 1 has no plan"))
+    schedule = make_scheduler(index, Mock(**{"submit.return_value": future}))
     schedule.planned(0)
     schedule.plan_following(0)
     with pytest.raises(PlanError, match="step 1 has no plan"):

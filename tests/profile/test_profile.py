@@ -207,10 +207,6 @@ class _ScriptedClock:
         return next(self._spans_ms)
 
 
-def _thoroughness(**changes: float) -> Thoroughness:
-    return replace(QUICK, warm_up=1, least_repeats=3, most_repeats=5, **changes)
-
-
 def test_medians_and_spreads_leave_the_warm_up_out() -> None:
     ran = []
     timed = Timed(
@@ -219,7 +215,8 @@ def test_medians_and_spreads_leave_the_warm_up_out() -> None:
     )
     cell = Cell(Part.ATTENTION, (7, 9), 2)
     clock = _ScriptedClock([1000, 2000, 1, 10, 2, 20, 6, 60])
-    forward, backward = measure(timed, cell, _thoroughness(seconds_per_cell=0.0), clock)
+    at_once = replace(QUICK, warm_up=1, least_repeats=3, most_repeats=5, seconds_per_cell=0.0)
+    forward, backward = measure(timed, cell, at_once, clock)
     assert ran == ["forward", "backward of output"] * 4
     assert (forward.direction, backward.direction) == (Direction.FORWARD, Direction.BACKWARD)
     assert (forward.ms_median, forward.ms_spread, forward.repeats) == (2.0, 1.0, 3)
@@ -227,6 +224,6 @@ def test_medians_and_spreads_leave_the_warm_up_out() -> None:
     assert (forward.lengths_tokens, forward.budget_blocks) == ((7, 9), 2)
     # A part without gradient has no backward and no budget.
     timed = Timed(forward=lambda: None, backward=None)
-    clock, thoroughness = _ScriptedClock([1.0] * 6), _thoroughness(seconds_per_cell=10.0)
-    (row,) = measure(timed, Cell(Part.ROUTER, (7,), 2), thoroughness, clock)
+    clock, slowly = _ScriptedClock([1.0] * 6), replace(at_once, seconds_per_cell=10.0)
+    (row,) = measure(timed, Cell(Part.ROUTER, (7,), 2), slowly, clock)
     assert (row.direction, row.budget_blocks, row.repeats) == (Direction.FORWARD, None, 5)
