@@ -14,7 +14,6 @@ from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import (
     OF_FLASH_ATTENTION_4,
     CostModel,
-    by_feature,
     selection_efficiency,
 )
 from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part, SegmentCost
@@ -26,7 +25,7 @@ from sparsebalance_megatron.cost.table import (
     ModelShape,
     RunIdentity,
 )
-from sparsebalance_megatron.cost.work_model import FEATURES, work_model_named
+from sparsebalance_megatron.cost.work_model import FEATURES, by_feature, work_model_named
 from sparsebalance_megatron.flash_attention import will_serve
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 

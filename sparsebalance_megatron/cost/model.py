@@ -5,7 +5,7 @@ Affine costs add up over documents, never fall when a feature grows, and extrapo
 lengths that were not measured.
 """
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -23,9 +23,9 @@ from sparsebalance_megatron.cost.exchange import Exchange, exchange_ms_per_token
 from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import (
-    FEATURES,
     TOKEN_QUERY_HEAD,
     WorkModel,
+    by_feature,
     work_model_named,
 )
 
@@ -152,14 +152,14 @@ class CostModel:
             full: ``--recompute-granularity full``: whole layers.
             attention_only: selective recomputation of ``core_attn``: routing and attention.
         """
-        repeated: Set[Part] = set()
-        if full or attention_only:
-            repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE
+        if not (full or attention_only):
+            return self
+        repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE
         backward_ms = dict(self.backward_ms)
         for part in repeated & backward_ms.keys():
             pairs = zip(self.backward_ms[part], self.forward_ms[part], strict=True)
             backward_ms[part] = tuple(backward + forward for backward, forward in pairs)
-        exchange = replace(self.exchange, repeated=repeated >= _ATTENTION_RECOMPUTE)
+        exchange = replace(self.exchange, repeated=True)
         return replace(self, backward_ms=backward_ms, exchange=exchange)
 
     def with_frozen_weights(self) -> "CostModel":
@@ -234,8 +234,7 @@ class CostModel:
             "tokens": head_dim * (heads + groups) * share,
             "visible_block_pairs": 2.0 * scores * head_dim * share,
         }
-        # Operations by the feature that they are counted per, and which share of the peak they
-        # reach.
+        # Operations by feature, and the share of the peak that they reach.
         counted: dict[Part, tuple[Mapping[str, float], float]] = {
             Part.ATTENTION: ({"block_pairs": of_pair}, efficiency.sparse),
             Part.DENSE_ATTENTION: ({"visible_block_pairs": of_pair}, efficiency.dense),
@@ -269,11 +268,6 @@ class CostModel:
             efficiency=efficiency,
             device=device.upper(),
         )
-
-
-def by_feature(values: Mapping[str, float]) -> tuple[float, ...]:
-    """Values in the order of :data:`.FEATURES`; 0 for those that are not named."""
-    return tuple(values.get(name, 0.0) for name in FEATURES)
 
 
 def attended_token_pairs(

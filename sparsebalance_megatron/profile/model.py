@@ -126,7 +126,8 @@ class ProfiledModel:
             case Part.ATTENTION:
                 qkv = self._queries_keys_values(tokens)
                 selection = self._select(qkv[0], qkv[1], context)
-                return self._attention(qkv, self._by_lists(lambda: selection, kernel))
+                by_lists = partial(block_sparse_attention, selection=selection)
+                return self._attention(qkv, partial(by_lists, implementation=kernel))
             case Part.DENSE_ATTENTION:
                 return self._dense_attention(context, kernel)
             case Part.ROUTER:
@@ -176,29 +177,22 @@ class ProfiledModel:
 
     def _dense_attention(self, context: LocalMicroBatch, kernel: DenseAttention) -> Timed:
         """As layers attend to documents that are covered: without lists, where that serves."""
-        layout = context.layout
+        layout, lists = context.layout, self._options.config.attention
         qkv = self._queries_keys_values(layout.tokens)
         if kernel == "model":
             attend = self._core_attention.attended_by_model
             return self._attention(qkv, lambda *qkv, **_: (attend(qkv, layout, context), qkv[0]))
-        if attends_densely(qkv[0], qkv[2], layout, self._options.config.attention, kernel):
+        if attends_densely(qkv[0], qkv[2], layout, lists, kernel):
             return self._attention(qkv, partial(dense_attention, layout=layout, kernel=kernel))
         layouts, groups = LayoutPair.within(layout), self._config.num_query_groups
-        of_everything = partial(Selection.of_everything, layouts, groups)
-        return self._attention(qkv, self._by_lists(of_everything, self._options.config.attention))
 
-    def _by_lists(
-        self, selection: Callable[[], Selection], implementation: AttentionImplementation
-    ) -> Callable[..., tuple[Tensor, Tensor]]:
-        def attend(*qkv: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-            q_THD, k_TGD, v_TGF = qkv
+        def by_lists(*qkv: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+            selection = Selection.of_everything(layouts, groups)
             return block_sparse_attention(
-                *(q_THD, k_TGD, v_TGF, selection()),
-                softmax_scale=softmax_scale,
-                implementation=implementation,
+                *qkv, selection=selection, softmax_scale=softmax_scale, implementation=lists
             )
 
-        return attend
+        return self._attention(qkv, by_lists)
 
     def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:
         """Selection and attention of a sample: forwards of segments in order, then backwards in
