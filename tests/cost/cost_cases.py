@@ -3,14 +3,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
-import msgspec
 import numpy as np
 from step_cases import SHAPE
 
 from sparsebalance_megatron.cost.model import CostModel, StageScales
-from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
+from sparsebalance_megatron.cost.work_model import features
 
 IDENTITY = RunIdentity(
     device="cpu",
@@ -68,24 +69,21 @@ def measured(
     """
     rng = np.random.default_rng(0)
     rows = []
-    for direction in Direction:
-        for part in (part for part in Part if part is not Part.EXPERTS):
-            for lengths in mixes:
-                for budget in budgets if part is Part.ATTENTION else (None,):
-                    row = CostRow(
-                        part=part,
-                        direction=direction,
-                        lengths_tokens=tuple(lengths),
-                        budget_blocks=budget,
-                        ms_median=1.0,
-                        ms_spread=0.01,
-                        repeats=5,
-                    )
-                    features = row.features(model.block_size, model.work)
-                    ms = slowness * predict_ms(model, part, direction, features)
-                    if ms > 0:
-                        noisy_ms = float(ms * np.exp(noise * rng.standard_normal()))
-                        rows.append(msgspec.structs.replace(row, ms_median=noisy_ms))
+    for direction, part, lengths in product(Direction, OF_EVERY_MODEL, mixes):
+        for budget in budgets if part is Part.ATTENTION else (None,):
+            work = features(lengths, budget or np.inf, model.block_size, model.work)
+            ms = slowness * predict_ms(model, part, direction, work)
+            if ms > 0:
+                row = CostRow(
+                    part=part,
+                    direction=direction,
+                    lengths_tokens=tuple(lengths),
+                    budget_blocks=budget,
+                    ms_median=float(ms * np.exp(noise * rng.standard_normal())),
+                    ms_spread=0.01,
+                    repeats=5,
+                )
+                rows.append(row)
     return CostTable(
         identity=identity,
         versions={"torch": "2.15.0", "megatron-core": "0.19.2"},
