@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebalance_megatron.cli.output import check_writable, writing
+from sparsebalance_megatron.cli.output import check_writable, write_text
 from sparsebalance_megatron.config import ConfigError
 
 if TYPE_CHECKING:
-    from sparsebalance_megatron.cost.fit import FitError
+    import numpy as np
+
     from sparsebalance_megatron.cost.model import CostModel
     from sparsebalance_megatron.cost.parts import Direction, Part
     from sparsebalance_megatron.cost.table import CostTable
@@ -71,8 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if table is None:  # the first rank has it
         return 0
-    with writing(arguments.output):
-        table.save(arguments.output)
+    write_text(arguments.output, table.text())
     print(f"{arguments.output}: {len(table.rows)} measurements")
     model = fit_cost_model(table)
     if table.exchanges:
@@ -93,11 +93,12 @@ def _exchange_report(table: "CostTable", model: "CostModel") -> str:
     )
 
 
-def _report(what: str, errors: "dict[tuple[Part, Direction], FitError]") -> str:
+def _report(what: str, errors: "dict[tuple[Part, Direction], np.ndarray]") -> str:
+    from numpy import quantile
+
     lines = [f"relative error of {what}:"]
-    lines += [
-        f"  {part:<10} {direction:<9} median {error.median:6.1%}  p95 {error.p95:6.1%}  "
-        f"of {error.rows} rows"
-        for (part, direction), error in errors.items()
-    ]
+    for (part, direction), of_rows in errors.items():
+        median, p95 = quantile(of_rows, [0.5, 0.95])
+        figures = f"median {median:6.1%}  p95 {p95:6.1%}  of {len(of_rows)} rows"
+        lines.append(f"  {part:<10} {direction:<9} {figures}")
     return "\n".join(lines)

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.json_file import what_is_wrong
 from sparsebalance_megatron.learn.dealt_samples import DealtSamples, StepWindow
 from sparsebalance_megatron.learn.measurement import (
-    DIRECTIONS,
     MeasuredTimes,
     Piece,
     RankPlace,
@@ -236,7 +236,7 @@ class RankStep(Record, frozen=True, kw_only=True, tag="step"):
 
     def __post_init__(self) -> None:
         for span in self.spans:
-            if span.direction not in DIRECTIONS or min(span[1:3] + span[5:]) < 0:
+            if span.direction not in list(Direction) or min(span[1:3] + span[5:]) < 0:
                 raise ValueError(f"spans holds {tuple(span)}, no forward or backward")
             if not 0 <= span.start_ms <= span.end_ms:
                 raise ValueError(f"spans holds one from {span.start_ms} to {span.end_ms} ms")
@@ -340,9 +340,7 @@ def step_record(
         batching=plan.batching,
         cp_sizes_RM=np.array([[each.cp_size for each in own] for own in by_rank]),
         segments_RM=np.array([[each.segments for each in own] for own in by_rank]),
-        device_slowness_RP=np.broadcast_to(
-            planned.scales.device_slowness_RP, measured.schedule_ms.shape
-        ),
+        device_slowness_RP=np.broadcast_to(planned.scales.slowness_RP, measured.schedule_ms.shape),
         figures=step.figures,
         predicted=plan.expectation,
         measured=MeasuredTimes(

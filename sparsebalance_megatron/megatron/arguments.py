@@ -43,7 +43,7 @@ PLUGIN_DEFAULTS: dict[str, Any] = {
 """Megatron defaults that the plugin needs otherwise: its own iterator, a loss that does not depend
 on how samples are grouped, and attention without dropout."""
 
-_WITHOUT_SIDE_EFFECTS: dict[str, Any] = {
+WITHOUT_SIDE_EFFECTS: dict[str, Any] = {
     "tensorboard_dir": None,
     "wandb_project": "",
     "enable_one_logger": False,
@@ -230,8 +230,8 @@ def arguments_without_ranks(
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
     validate_args(args)
-    for name in _WITHOUT_SIDE_EFFECTS.keys() & vars(args).keys():
-        setattr(args, name, _WITHOUT_SIDE_EFFECTS[name])
+    for name in WITHOUT_SIDE_EFFECTS.keys() & vars(args).keys():
+        setattr(args, name, WITHOUT_SIDE_EFFECTS[name])
     set_global_variables(args)
     # Checks learning rate and weight decay over time, for an optimizer without parameters.
     get_optimizer_param_scheduler(Namespace(param_groups=[]))

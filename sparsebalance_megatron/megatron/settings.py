@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
+from sparsebalance_megatron.config import ConfigError
 from sparsebalance_megatron.cost.table import (
     ExpertShape,
     ModelShape,
-    RunIdentity,
     latent_attention_weights,
 )
 from sparsebalance_megatron.learn.host_planner import HostJob
@@ -371,14 +370,6 @@ def host_job(
     )
 
 
-def run_identity(
-    shape: ModelShape, dtype: str, config: SparseBalanceConfig, device_type: str
-) -> RunIdentity:
-    """Identity of this run, which a cost table must share to be valid for it."""
-    return RunIdentity(
-        device="cpu" if device_type == "cpu" else torch.cuda.get_device_name(),
-        dtype=dtype,
-        block_size=config.block_size,
-        selection=config.selection,
-        shape=shape,
-    )
+def device_name(device_type: str) -> str:
+    """How cost tables name this process's device."""
+    return "cpu" if device_type == "cpu" else torch.cuda.get_device_name()

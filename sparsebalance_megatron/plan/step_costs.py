@@ -446,7 +446,7 @@ def step_costs(
         exchange=cost.exchange,
         segments=cost.segments.times(scales.cut_ratio),
         dense_LS=dense_LS,
-        slowness_RP=np.broadcast_to(scales.device_slowness_RP, devices),
+        slowness_RP=np.broadcast_to(scales.slowness_RP, devices),
     )
 
 

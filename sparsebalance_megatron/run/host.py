@@ -53,8 +53,9 @@ class HostRun:
     ) -> None:
         self.job = job
         self.planner = HostPlanner(config, job)
-        settings, cost = self.planner.plan_settings, self.planner.cost
-        self._options = attention_options(settings, self.planner.coverage.grid, cost)
+        planner = self.planner.step_planner
+        settings, cost = planner.plan_settings, planner.cost
+        self._options = attention_options(settings, planner.coverage.grid, cost)
         self._transformer_config = transformer_config
         self._device = device
         self._boundaries = LayoutCache()

@@ -23,7 +23,7 @@ from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StepPlanner, kept_dense_length
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.core_attention import AttentionOptions
-from sparsebalance_megatron.megatron.settings import RunSettings, run_identity
+from sparsebalance_megatron.megatron.settings import RunSettings, device_name
 from sparsebalance_megatron.megatron.unsupported import check_model
 from sparsebalance_megatron.plan.budgets.by_layer import with_layer_budgets
 from sparsebalance_megatron.plan.job import Job
@@ -262,9 +262,9 @@ def workload_of(
 def read_costs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> CostModel:
     """Read the cost table, which must be of ``device_type``, or count."""
     job = settings.host_job
-    run = run_identity(job.shape, settings.dtype, config, device_type).flat()
-    if config.dry_run is not None:  # not necessarily where training will run
-        del run["device"]
+    run = {"dtype": settings.dtype}
+    if config.dry_run is None:  # else not necessarily where training will run
+        run["device"] = device_name(device_type)
     return job.cost_model(config, run)
 
 

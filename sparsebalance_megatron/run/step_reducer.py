@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from sparsebalance_megatron.attention.device import copied_to
+from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.measurement import (
-    DIRECTIONS,
     PASSES,
     CoverageTotals,
     Piece,
@@ -131,7 +131,7 @@ class StepReducer:
             times_2VM[:] = math.nan
             segments_ms = defaultdict(list)
             for span in times.spans:
-                place = DIRECTIONS.index(span.direction), span.chunk, span.position
+                place = list(Direction).index(Direction(span.direction)), span.chunk, span.position
                 segments_ms[place].append(span.ms)
             for place, each_ms in segments_ms.items():
                 # Where a segment is unmeasured, the micro-batch is.

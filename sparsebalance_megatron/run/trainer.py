@@ -203,7 +203,7 @@ class TrainerRun:
         self.scheduler = scheduler
         run = Run(
             inputs.job,
-            scheduler.coverage,
+            scheduler.planner.coverage,
             self._learn,
             self.device,
             ends_steps=self._ends_steps,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from bad_inputs.judge import check_command
-from cost.test_table import document
+from cost.cost_cases import planted_table
 from data.tokenizers_of_tests import save_tokenizer
 from view.report.sample_run import SampleRun
 
@@ -141,7 +141,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(folder / "tokenizer")
     (folder / "dangling").symlink_to(folder / "nothing")
     (folder / "loop").symlink_to("loop")
-    (folder / "table.json").write_text(json.dumps(document()))
+    (folder / "table.json").write_text(planted_table().text())
     SampleRun(ranks=1, stages=2, micro_batches=2, layers=2, steps=3).write(folder / "run")
     return folder
 

@@ -81,7 +81,7 @@ def test_a_table_of_another_device_and_ranks_of_a_group_are_named(
     model, table = CostModel.analytic(SHAPE, block_size=16), tmp_path / "table.json"
     # As much slower as no measurement of less than a clock's resolution shows.
     lengths = [[16], [64], [200], [256]]
-    measured(model, identity, lengths, budgets=(4,), slowness=1e3).save(table)
+    table.write_text(measured(model, identity, lengths, budgets=(4,), slowness=1e3).text())
     flags = (*FLAGS, "--data-path", str(documents), "--sparse-balance-cost-table", str(table))
     context = ("--context-parallel-size", "2", "--sparse-balance-config", "context-parallel=static")
     result = start(tmp_path, *flags, *context, "--sparse-balance-dry-run", "4")

@@ -197,7 +197,8 @@ def test_a_cost_table_brings_its_times_and_its_device(capsys: Captured, folder: 
         )
         table = folder / f"table{slowness}.json"
         cost = CostModel.analytic(SHAPE, 256)
-        measured(cost, identity, [[512], [2048], [8192]], slowness=slowness).save(table)
+        measured_costs = measured(cost, identity, [[512], [2048], [8192]], slowness=slowness)
+        table.write_text(measured_costs.text())
         flags = (*SPARSE, "--sparse-balance-cost-table", str(table))
         printed = found(capsys, flags=flags)
         assert (printed["device"], printed["memory_gib"]) == ("NVIDIA H100 80GB HBM3", 80.0)

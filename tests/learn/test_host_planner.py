@@ -62,11 +62,11 @@ def lengths(count: int = 16, seed: int = 0) -> list[int]:
     return random_lengths(count, seed, longest=LONGEST)
 
 
-def measurement(planned: Any, curves: Any, factor: float = 1.5) -> StepMeasurement:
+def measurement(planned: Any, curves: Any) -> StepMeasurement:
     """A step that took longer than predicted and lost a little coverage."""
     layers, buckets, grid = curves.mean_LUK.shape
     return step_measurement(
-        planned.times_2RPVM * factor,
+        planned.times_2RPVM * 1.5,
         sums_LUK=np.linspace(0.3, 1.0, grid) * np.ones((layers, buckets, 1)),
         counts_LU=np.ones((layers, buckets)),
         executed_L=np.full(layers, 0.5),
