@@ -19,14 +19,13 @@ from pathlib import Path
 from queue import Full, Queue
 from typing import Any
 
-import msgspec
 from msgspec import UNSET, structs
 
 from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.json_file import UnreadableFileError, open_regular
 from sparsebalance_megatron.log.records import (
     LARGEST_COUNT,
-    Count,
+    LINE_START,
     DamagedLineError,
     Header,
     Record,
@@ -276,16 +275,9 @@ class LinesHandler(RotatingFileHandler):
         return stream
 
 
-class _Discarded(msgspec.Struct):
-    lines_discarded: Count = 0
-
-
-_DISCARDED = msgspec.json.Decoder(_Discarded)
-
-
 def _discarded_before(path: Path) -> int:
     with suppress(UnreadableFileError, OSError, DamagedLineError), open_regular(path) as stream:
-        return decode(stream.readline(_READ_BYTES), _DISCARDED).lines_discarded
+        return decode(stream.readline(_READ_BYTES), LINE_START).lines_discarded
     return 0
 
 

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from record_cases import FIGURES, HEADER, step_line, step_record
+from msgspec import structs
+from record_cases import FIGURES, HEADER, header_of, step_line, step_record
+from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron import cli
@@ -230,7 +232,10 @@ def test_a_finished_run_is_a_table_of_80_columns_that_says_so(
 def test_the_widest_row_fits() -> None:
     figures = {"coverage": 0.123, "coverage_base": 0.123, "imbalance": 12.34}
     step = step_record(123456, iteration_ms=1234567.0, lm_loss=12.345678, figures=figures)
-    assert len(watch.step_row(step, 1234567.0, 999999, 123456.0)) <= 80
+    header = structs.replace(header_of(JOB), iterations=999999, world_size=1)
+    cells = watch.step_cells(step, header, 1234567.0)
+    assert cells["iteration"] == "123456 of 999999" and cells["to go"] == "18,034"
+    assert len(watch._line(cells)) <= 80
 
 
 def test_ranks_in_lockstep_are_told_once_and_the_slowest_is_found_by_own_times(

@@ -4,7 +4,6 @@
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,16 +53,9 @@ _MOST_ROWS = 16
 _LARGEST_RATIO_ON_ONE_AXIS = 6.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """An SVG element, and what is known about it and not drawn."""
-
-    svg: str
-    remarks: tuple[str, ...]
-
-
-def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
-    """Stages of ranks as rows, time to the right; what no bar covers is waiting."""
+def step_picture(timelines: Mapping[str, Timeline]) -> tuple[str, list[str]]:
+    """Stages of ranks as rows, time to the right; what no bar covers is waiting. An SVG element,
+    and what is known and not drawn."""
     views = list(timelines.values())
     shown = _shown_places(views)
     most_bars = max(len(spans) for view in views for spans in view.spans.values())
@@ -74,12 +66,10 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
     ends_ms = [max(view.makespan_ms, 1e-9) for view in views]
     if max(ends_ms) <= _LARGEST_RATIO_ON_ONE_AXIS * min(ends_ms):
         ends_ms = [max(ends_ms)] * len(ends_ms)
-    ranks, drawn = (
-        len({rank for rank, _ in places})
-        for places in ([place for view in views for place in view.spans], shown)
-    )
+    ranks = {rank for view in views for rank, _ in view.spans}
+    drawn = {rank for rank, _ in shown}
     if drawn < ranks:
-        remarks.append(f"{drawn} of {ranks} ranks, from the first to finish to the last")
+        remarks.append(f"{len(drawn)} of {len(ranks)} ranks, from the first to finish to the last")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -98,7 +88,7 @@ def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
             )
         handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
-        return Picture(svg=_svg(figure), remarks=tuple(remarks))
+        return _svg(figure), remarks
 
 
 def history_picture(logs: Mapping[str, RunLog]) -> str:
@@ -141,7 +131,7 @@ def _svg(figure: "Figure") -> str:
     return text[text.index("<svg") :]
 
 
-def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
+def _shown_places(views: Sequence[Timeline]) -> list[Place]:
     """All places, or those of ranks evenly chosen from the slowest to the fastest."""
     places = sorted({place for view in views for place in view.spans})
     most = max(1, _MOST_ROWS // len({stage for _, stage in places}))
@@ -149,11 +139,11 @@ def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
     for (rank, _), spans in views[0].spans.items():
         end_ms[rank] = max(end_ms.get(rank, 0.0), *(span.end_ms for span in spans))
     if len(end_ms) <= most:
-        return tuple(places)
+        return places
     slowest_first = sorted(end_ms, key=lambda rank: (-end_ms[rank], rank))
     evenly = np.linspace(0, len(slowest_first) - 1, most).round().astype(int)
     chosen = {slowest_first[number] for number in evenly.tolist()}
-    return tuple(place for place in places if place[0] in chosen)
+    return [place for place in places if place[0] in chosen]
 
 
 def _draw_step(axes: "Axes", view: Timeline, shown: Sequence[Place]) -> None:

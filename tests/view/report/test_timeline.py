@@ -142,7 +142,7 @@ def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest(
     figures: list[Figure],
 ) -> None:
     spans = {(rank, 0): [Span("forward", 0, 0, 0.0, 1.0 + rank)] for rank in range(40)}
-    picture = step_picture({"measured": Timeline(spans=spans)})
+    _, remarks = step_picture({"measured": Timeline(spans=spans)})
     labels = [label.get_text() for label in figures[0].axes[0].get_yticklabels()]
     assert len(labels) == 16 and {"rank 0", "rank 39"} <= set(labels)
-    assert any("16 of 40 ranks" in remark for remark in picture.remarks)
+    assert any("16 of 40 ranks" in remark for remark in remarks)
