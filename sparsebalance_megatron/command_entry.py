@@ -103,13 +103,12 @@ def ends_in_one_line(
     except KeyboardInterrupt:
         return _refused(program, "interrupted", _INTERRUPTED)
     except Exception as error:
-        if is_mistake(error):
-            return _refused(program, str(error))
-        if isinstance(error, OSError) and (reason := _os_error_text(error)):
-            return _refused(program, reason)
-        if (mistake := mistake_in(error)) is not None:
-            return _refused(program, mistake)
-        raise
+        is_of_system = isinstance(error, OSError)
+        reason = _os_error_text(error) if is_of_system else mistake_in(error)
+        reason = str(error) if is_mistake(error) else reason
+        if not reason:
+            raise
+        return _refused(program, reason)
 
 
 def _os_error_text(error: OSError) -> str:

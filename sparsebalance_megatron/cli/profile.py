@@ -5,16 +5,9 @@ import argparse
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sparsebalance_megatron.cli.output import check_writable, writing
 from sparsebalance_megatron.config import ConfigError
-
-if TYPE_CHECKING:
-    from sparsebalance_megatron.cost.fit import FitError
-    from sparsebalance_megatron.cost.model import CostModel
-    from sparsebalance_megatron.cost.parts import Direction, Part
-    from sparsebalance_megatron.cost.table import CostTable
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
     from tqdm import tqdm
 
+    from sparsebalance_megatron.cost.exchange import gigabytes_per_second
     from sparsebalance_megatron.cost.fit import fit_cost_model, fit_errors, held_out_errors
     from sparsebalance_megatron.profile.cells import FULL, QUICK
     from sparsebalance_megatron.profile.profile import profile
@@ -76,28 +70,18 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.output}: {len(table.rows)} measurements")
     model = fit_cost_model(table)
     if table.exchanges:
-        print(_exchange_report(table, model))
-    print(_report("the fitted cost model", fit_errors(model, table)))
+        received = gigabytes_per_second(model.exchange.ms_per_byte)
+        for width, slowness in model.exchange.cp_size_slowness:
+            each = f"{received / slowness:.3g} GB/s"
+            print(f"sequences shared by {width} ranks: each receives {each}")
+    reports = {"the fitted cost model": fit_errors(model, table)}
     if arguments.check:
-        print(_report("the cost model on rows left out of the fit", held_out_errors(table)))
+        reports["the cost model on rows left out of the fit"] = held_out_errors(table)
+    for what, errors in reports.items():
+        print(f"relative error of {what}:")
+        for (part, direction), error in errors.items():
+            print(
+                f"  {part:<10} {direction:<9} median {error.median:6.1%}  p95 {error.p95:6.1%}  "
+                f"of {error.rows} rows"
+            )
     return 0
-
-
-def _exchange_report(table: "CostTable", model: "CostModel") -> str:
-    from sparsebalance_megatron.cost.exchange import gigabytes_per_second
-
-    received = gigabytes_per_second(model.exchange.ms_per_byte)
-    return "\n".join(
-        f"sequences shared by {width} ranks: each receives {received / slowness:.3g} GB/s"
-        for width, slowness in model.exchange.cp_size_slowness
-    )
-
-
-def _report(what: str, errors: "dict[tuple[Part, Direction], FitError]") -> str:
-    lines = [f"relative error of {what}:"]
-    lines += [
-        f"  {part:<10} {direction:<9} median {error.median:6.1%}  p95 {error.p95:6.1%}  "
-        f"of {error.rows} rows"
-        for (part, direction), error in errors.items()
-    ]
-    return "\n".join(lines)

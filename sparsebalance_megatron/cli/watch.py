@@ -49,8 +49,8 @@ _RECENT_STEPS = 10
 """What is said of devices and times looks at so many: single steps are noisy."""
 _BAR_CHARACTERS, _COLUMNS = 6, 80
 _WIDTHS = {
-    **{"iteration": 15, "step, ms": 9, "tokens/s": 8, "loss": 7, "coverage": 8, "imbalance": 9},
-    **{"waiting": 7, "to go": 6, "": 1},
+    **{"iteration": 13, "step, ms": 9, "tokens/s": 8, "loss": 7, "coverage": 8, "imbalance": 9},
+    **{"waiting": 7, "to go": 5, "": 1},
 }
 _LEGEND = (
     "tokens/s: a GPU; imbalance: max/mean of what ranks compute;\n"
