@@ -50,8 +50,7 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
     with without_warnings():
         inputs = read_inputs(settings, config, job.device_type)
     if on_cpu:
-        what = config, settings.host_job.shape, settings.dtype, torch.device("cpu")
-        check_kernels(*what)
+        check_kernels(config, settings.host_job.shape, settings.dtype, torch.device("cpu"))
     else:
         unchecked.append("attention kernels")
     scheduler = inputs.scheduler()
@@ -86,14 +85,13 @@ def describe(
     layers = [sum(len(chunk) for chunk in stage) for stage in job.stage_layers]
     batching, asked = planned.plan.batching, inputs.config.batching
     chosen = "" if batching == asked else f", the fastest of the placements that {asked} tries"
+    coverage = "unknown before the first step, which therefore runs at base budgets"
+    if expected.coverage_mean is not None:
+        coverage = f"mean {expected.coverage_mean:.3f}, least {expected.coverage_min:.3f}"
     budgets = [
         f"budgets, relative to fixed ones: {expected.work_ratio:.1%}",
-        "coverage: unknown before the first step, which therefore runs at base budgets",
+        f"coverage: {coverage}",
     ]
-    if expected.coverage_mean is not None:
-        budgets[1] = (
-            f"coverage: mean {expected.coverage_mean:.3f}, least {expected.coverage_min:.3f}"
-        )
     least_ms = expected.lower_bound_ms
     is_dense = bool(inputs.plan_settings.dense_L(job.layers).all())
     return [

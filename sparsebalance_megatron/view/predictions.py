@@ -46,7 +46,6 @@ def predicted(
     """A job in every way to plan it, and the lines that say what came out."""
     ways = rows_of(workload)
     given = given_row(workload, ways)
-    assert given is not None, "rows_of has one"
     rows = [TableRow(names=(name,), workload=way.of(workload)) for name, way in ways.items()]
     found = compare_ways(rows, (given,))
     verdict = [f"{name}: left out, {why}." for (name,), why in found.refused.items()]
@@ -82,11 +81,18 @@ def prediction_lines(
     ``keys`` are the headings of the names of rows, ``verdict`` the first sentences below the table.
     """
     given = comparison.given
+    steps, samples = len(given.workload.batches), len(given.workload.batches[0])
+    header = (
+        f"{given.workload.gpus} GPUs, {steps} step{'s' if steps != 1 else ''} of {samples} "
+        f"samples, order {order}."
+    )
     devices = {_short(row.workload) for row in comparison.rows}
     step = f"step ms,\n{devices.pop()}" if len(devices) == 1 else "step\nms"
     headings = ["\n".join(textwrap.wrap(key, _HEADING_CHARACTERS)) for key in keys]
+    is_dense = all(row.workload.is_dense for row in comparison.rows)
     rows = [
-        dict(zip(headings, row.names, strict=True)) | _cells(row, comparison, step)
+        dict(zip(headings, row.names, strict=True))
+        | _cells(row, comparison.without_plugin, step, has_coverage=not is_dense)
         for row in comparison.rows
     ]
     sentences = [
@@ -96,7 +102,6 @@ def prediction_lines(
         *_findings(given),
         *_remarks(given.workload),
     ]
-    is_dense = all(row.workload.is_dense for row in comparison.rows)
     legend = [
         f"{name}: {text}"
         for name, text in {**meanings, **_COLUMNS}.items()
@@ -105,7 +110,7 @@ def prediction_lines(
     if not meanings:
         legend = ["`sparse-balance plan --explain` says what rows and columns are."]
     return [
-        *_wrapped([_header(given.workload, order), _rates(given.workload)], columns),
+        *_wrapped([header, _rates(given.workload)], columns),
         "",
         *text_table(rows, columns=columns, keys=len(keys)),
         "",
@@ -121,9 +126,7 @@ def over(before: TableRow, after: TableRow, name: str) -> str:
     text = f"{before.ms / after.ms:.2f} times as fast{_brackets(spread)} as {name}"
     if after.ms > before.ms:
         row = ROWS.get(before.names[-1])
-        of_megatron = row is not None and row.of_megatron
-        way = "without the plugin" if of_megatron else "in mode exact"
-        text += f": train {way}"
+        text += ": train " + ("without the plugin" if row and row.of_megatron else "in mode exact")
     return text + (", which is not sure: plan more --steps" if is_unsure(spread) else "")
 
 
@@ -152,14 +155,6 @@ def _brackets(spread: tuple[float, float] | None) -> str:
     return "" if spread is None else f" ({spread[0]:.2f}-{spread[1]:.2f})"
 
 
-def _header(workload: Workload, order: str) -> str:
-    steps, samples = len(workload.batches), len(workload.batches[0])
-    return (
-        f"{workload.gpus} GPUs, {steps} step{'s' if steps != 1 else ''} of {samples} samples, "
-        f"order {order}."
-    )
-
-
 def _rates(workload: Workload) -> str:
     """Whose times a prediction shows."""
     cost = workload.cost
@@ -171,15 +166,11 @@ def _rates(workload: Workload) -> str:
     return f"Nothing was measured: {source}. `sparse-balance profile` measures yours."
 
 
-def _cells(row: TableRow, comparison: Comparison, step: str) -> dict[str, str]:
-    outcome, reference = row.outcome, comparison.without_plugin
-    at_most = f"{row.at_most_bytes / GIBIBYTE:,.1f}{'' if row.fits else '*'}"
-    over, is_dense = (
-        f"over\n{reference.names[-1]}",
-        all(each.workload.is_dense for each in comparison.rows),
-    )
-    cells = dict.fromkeys((step, "tokens/s\na GPU", "MFU", over, "bound\nratio", "idle"), "-")
-    cells |= {} if is_dense else {"cover-\nage": "-"}
+def _cells(row: TableRow, reference: TableRow, step: str, *, has_coverage: bool) -> dict[str, str]:
+    """By headings, of which ``step`` is the first; speeds are over the reference."""
+    outcome, over = row.outcome, f"over\n{reference.names[-1]}"
+    headings = (step, "tokens/s\na GPU", "MFU", over, "bound\nratio", "idle", "cover-\nage")
+    cells = dict.fromkeys(headings, "-")
     if outcome is not None:
         coverage, share = outcome.coverage_mean, outcome.utilisation
         spread = None if row is reference else ratio_spread(reference, row)
@@ -190,10 +181,11 @@ def _cells(row: TableRow, comparison: Comparison, step: str) -> dict[str, str]:
             over: f"{reference.ms / row.ms:.2f}{_brackets(spread)}",
             "bound\nratio": f"{outcome.bound_ratio:.2f}",
             "idle": f"{outcome.bubble_share:.0%}",
+            "cover-\nage": "-" if coverage is None else f"{coverage:.3f}",
         }
-        if not is_dense:
-            cells["cover-\nage"] = "-" if coverage is None else f"{coverage:.3f}"
-    return cells | {"GiB at\nmost": at_most}
+    if not has_coverage:
+        del cells["cover-\nage"]
+    return cells | {"GiB at\nmost": f"{row.at_most_bytes / GIBIBYTE:,.1f}{'' if row.fits else '*'}"}
 
 
 def _short(workload: Workload) -> str:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.view.report.run_report import make_report, render_page
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=3, layers=4, steps=6)
-VOID = {"br", "meta"}
 
 
 @pytest.fixture(scope="module")
@@ -61,46 +59,15 @@ def test_a_laptop_without_torch_and_megatron_makes_the_page(
     assert page.is_file()
 
 
-class _Reader(HTMLParser):
-    """Checks nesting and collects what tests look at."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None], tuple[str, ...]]] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), tuple(self.open)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), tuple(self.open)))
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-
 def test_the_page_needs_nothing_beside_itself(runs: tuple[Path, Path]) -> None:
     page = render_page(make_report(*runs, None))
-    reader = _Reader(page)
-    outside = [
-        (tag, name, value)
-        for tag, attributes, _ in reader.elements
-        for name, value in attributes.items()
-        if name in ("src", "href", "xlink:href", "data", "action")
-        and not (value or "").startswith(("#", "data:image/png;base64,"))
-    ]
-    assert outside == []
-    assert not {tag for tag, _, _ in reader.elements} & {"script", "link", "iframe", "img"}
+    sources = re.findall(r"\b(?:src|href|data|action)=\"([^\"]*)\"", page)
+    assert [each for each in sources if not each.startswith("#")] == []
+    assert not re.search(r"<(script|link|iframe|img)|@import", page)
     assert set(re.findall(r"https?://[^\s\"']+", page)) == {
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1999/xlink",
     }
-    assert "@import" not in page
 
 
 def test_log_texts_are_no_markup(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -113,7 +80,6 @@ def test_log_texts_are_no_markup(runs: tuple[Path, Path], tmp_path: Path) -> Non
     page = render_page(replace(report, notes=(hostile,)))
     assert "<script" not in page
     assert page.count("&lt;script&gt;") == 4
-    _Reader(page)
 
 
 def test_a_damaged_log_is_shown_with_its_damage(
@@ -131,7 +97,6 @@ def test_a_damaged_log_is_shown_with_its_damage(
         assert re.search(rf"{place}\d+: cut off or not JSON", page)
     assert "times as fast" in printed and "cut off or not JSON" in printed.replace("\n", "")
     assert f"written to {output}" in printed
-    _Reader(page)
 
 
 def test_the_picture_of_a_summary_stands_alone(runs: tuple[Path, Path], tmp_path: Path) -> None:

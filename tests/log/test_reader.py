@@ -141,17 +141,10 @@ def test_the_first_tensor_parallel_rank_speaks_for_all(tmp_path: Path) -> None:
     assert {place: step.iteration for place, step in logs.steps.items()} == {(0, 0): 2, (1, 0): 2}
 
 
-def test_the_older_file_of_a_rank_comes_first_and_a_later_line_counts(tmp_path: Path) -> None:
-    write_rank(tmp_path, RANK_HEADER, rank_record(1), rank_record(2), name="rank-00000.jsonl.1")
+def test_of_a_step_that_a_rank_repeats_the_last_line_counts(tmp_path: Path) -> None:
     again = rank_record(2, schedule_start_unix_s=2e9)
-    write_rank(tmp_path, RANK_HEADER | {"lines_discarded": 3}, again, rank_record(3))
-    starts_s = (1e9, 2e9, 1e9)
-    for iteration, start_s in enumerate(starts_s, start=1):
-        logs = read_rank_logs(tmp_path, iteration)
-        assert logs.steps[0, 0].iteration == iteration
-        assert logs.steps[0, 0].start_unix_s == start_s
-    (problem,) = logs.problems
-    assert "3 oldest lines were discarded" in problem
+    write_rank(tmp_path, RANK_HEADER, rank_record(1), rank_record(2), again, rank_record(3))
+    assert read_rank_logs(tmp_path, 2).steps[0, 0].start_unix_s == 2e9
 
 
 MICRO_BATCH = rank_record(1)["micro_batches"][0]
