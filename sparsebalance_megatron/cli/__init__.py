@@ -96,6 +96,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if name == chosen:
             _module(name).add_flags(subparser)
             flags = subparser._option_string_actions
+            if name in TAKES_FLAGS_AFTER_DASHES:
+                usage = subparser.format_usage().removeprefix("usage: ").rstrip()
+                subparser.usage = f"{usage} -- <flags of training>"
     for word in own:
         # argparse of Python 3.12 ends in a traceback at a value of dashes.
         if "\0" in word or word.endswith("=--"):

@@ -142,38 +142,31 @@ def _positions(args: Namespace) -> tuple[str, ...]:
 
 
 def _micro_batches(planned: PlannedStep, is_dense: bool = False) -> list[str]:
-    """A table of all micro-batches, or of many the ranks: the slowest and the fastest."""
-    rows = _rows(planned)
-    if is_dense:
-        rows = [{name: row[name] for name in row if name not in _OF_BUDGETS} for row in rows]
-    left_out, half = len(rows) - _MOST_RANKS, _MOST_RANKS // 2
-    if "micro-batch" in rows[0] or left_out <= 0:
-        return text_table(rows)
-    return [
-        *text_table([*rows[:half], *rows[-half:]]),
-        f"(slowest ranks first; {left_out} ranks between the {half} slowest and the {half} fastest "
-        "are left out)",
-    ]
-
-
-def _rows(planned: PlannedStep) -> list[dict[str, str]]:
-    """One per micro-batch, or of many one per rank, slowest first, of a shared one its share; times
-    are forward and backward summed over all stages."""
-    plan, ms_RM = planned.plan, planned.times_2RPVM.sum(axis=(0, 2, 3))
+    """A table of all micro-batches, or of many the slowest and the fastest ranks, of a shared one
+    their share; times are forward and backward summed over all stages."""
+    plan, ms_RM, remark = planned.plan, planned.times_2RPVM.sum(axis=(0, 2, 3)), []
     rows = []
     if len(plan.micro_batches) <= _MOST_MICRO_BATCHES:
         for each in plan.micro_batches:
             last = f"-{each.rank + each.cp_size - 1}" if each.cp_size > 1 else ""
             cells = _cells([each], each.tokens, ms_RM[each.rank, each.position], planned)
-            place = {"rank": f"{each.rank}{last}", "micro-batch": str(each.position)}
-            rows.append(place | cells)
-        return rows
-    rank_ms_R, tokens_R = ms_RM.sum(axis=1), plan.rank_tokens_RM().sum(axis=1)
-    for rank in np.argsort(-rank_ms_R, kind="stable").tolist():
-        own = plan.for_rank(rank).micro_batches
-        cells = _cells(own, round(tokens_R[rank]), rank_ms_R[rank], planned)
-        rows.append({"rank": str(rank), "micro-batches": str(len(own)), **cells})
-    return rows
+            rows.append({"rank": f"{each.rank}{last}", "micro-batch": str(each.position), **cells})
+    else:
+        rank_ms_R, tokens_R = ms_RM.sum(axis=1), plan.rank_tokens_RM().sum(axis=1)
+        slowest_first, half = np.argsort(-rank_ms_R, kind="stable").tolist(), _MOST_RANKS // 2
+        if (left_out := len(slowest_first) - _MOST_RANKS) > 0:
+            del slowest_first[half:-half]
+            remark = [
+                f"(slowest ranks first; {left_out} ranks between the {half} slowest and the {half} "
+                "fastest are left out)"
+            ]
+        for rank in slowest_first:
+            own = plan.for_rank(rank).micro_batches
+            cells = _cells(own, round(tokens_R[rank]), rank_ms_R[rank], planned)
+            rows.append({"rank": str(rank), "micro-batches": str(len(own)), **cells})
+    if is_dense:
+        rows = [{name: row[name] for name in row if name not in _OF_BUDGETS} for row in rows]
+    return [*text_table(rows), *remark]
 
 
 def _cells(

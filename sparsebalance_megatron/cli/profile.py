@@ -17,10 +17,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "and --sparse-balance-*. Started by torchrun on 2, 4, ... ranks, it also measures what it "
         "takes that so many share a sequence."
     )
-    parser.usage = (
-        "sparse-balance profile -o TABLE.json [--quick] [--check] [--threads N] "
-        "-- <flags of training>"
-    )
     parser.add_argument(
         "-o", "--output", required=True, type=Path, metavar="TABLE.json", help="file to write"
     )

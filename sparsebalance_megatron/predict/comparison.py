@@ -230,48 +230,36 @@ class Comparison:
         return min(own, key=lambda row: row.ms, default=self.rows[0])
 
 
-def compare_ways(rows: Sequence[TableRow], given: tuple[str, ...]) -> Comparison:
-    """Plan one job in several ways, of which some are dense.
+def compare(rows: Sequence[TableRow], given: tuple[str, ...] | None = None) -> Comparison:
+    """Plan one job in several ways, of which some are dense. Without a ``given`` row they are
+    layouts: those that fit are planned, or all where none does, and the fastest comes first.
 
     Raises:
         PlanError: the given row, or no dense one, can be planned.
     """
-    found, refused = _planned(rows)
-    if given in refused:
-        raise PlanError(refused[given])
-    chosen = next(row for row in found if row.names == given)
-    return Comparison(rows=tuple(found), given=chosen, refused=refused)
-
-
-def compare_layouts(rows: Sequence[TableRow]) -> Comparison:
-    """Plan the rows that fit, or all where none does, of which some are dense: fastest first.
-
-    Raises:
-        PlanError: no dense row can be planned.
-    """
-    fitting = [row for row in rows if row.fits]
-    others = [row for row in rows if fitting and not row.fits]
-    found, refused = _planned(fitting or rows)
-    found.sort(key=lambda row: row.ms)
-    others.sort(key=lambda row: row.at_most_bytes)
-    own = [row for row in found if row.names[-1] != MEGATRON] or found
-    sparse = [row for row in own if not row.workload.is_dense]
-    return Comparison(rows=(*found, *others), given=(sparse or own)[0], refused=refused)
-
-
-def _planned(rows: Sequence[TableRow]) -> tuple[list[TableRow], dict[tuple[str, ...], str]]:
-    """The rows with what they are predicted to take, and why others cannot be planned."""
+    fitting = [row for row in rows if given or row.fits]
+    planned = fitting or rows
     found: list[TableRow] = []
     refused = {}
-    with progress_bar("plan", sum(len(row.workload.batches) for row in rows), "steps") as bar:
-        for row in rows:
+    with progress_bar("plan", sum(len(row.workload.batches) for row in planned), "steps") as bar:
+        for row in planned:
             try:
                 found.append(replace(row, outcome=predict(row.workload, watch=bar.update)))
             except PlanError as error:
                 refused[row.names] = str(error)
+    if given in refused:
+        raise PlanError(refused[given])
     if not any(row.workload.is_dense for row in found):
         raise PlanError(next(iter(refused.values())))
-    return found, refused
+    if given is None:
+        found.sort(key=lambda row: row.ms)
+        own = [row for row in found if row.names[-1] != MEGATRON] or found
+        sparse = [row for row in own if not row.workload.is_dense]
+        given = (sparse or own)[0].names
+        others = [row for row in rows if fitting and not row.fits]
+        found += sorted(others, key=lambda row: row.at_most_bytes)
+    chosen = next(row for row in found if row.names == given)
+    return Comparison(rows=tuple(found), given=chosen, refused=refused)
 
 
 class EvenStages(NamedTuple):

@@ -5,7 +5,6 @@ Shape legend: U segments.
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -54,23 +53,14 @@ class Outcome:
     stages_at_most: tuple[StageMemory, ...]
 
 
-def predict(
-    workload: Workload,
-    *,
-    clock: Callable[[], float] = time.process_time,
-    watch: Callable[[], object] = lambda: None,
-) -> Outcome:
-    """Plan all steps and sum them up.
-
-    Args:
-        clock: seconds, for the time that planning takes.
-        watch: called after each step.
+def predict(workload: Workload, *, watch: Callable[[], object] = lambda: None) -> Outcome:
+    """Plan all steps and sum them up; ``watch`` is called after each.
 
     Raises:
         PlanError: a batch has no placement under the policy's cap.
     """
     steps = []
-    for step in workload.planned_steps(clock):
+    for step in workload.planned_steps():
         steps.append(step)
         watch()
     plans, job, settings = [step.plan for step in steps], workload.job, workload.plan_settings

@@ -132,11 +132,9 @@ class Workload:
         """Whether all layers are."""
         return bool(self.plan_settings.dense_L(self.job.layers).all())
 
-    def planned_steps(
-        self, clock: Callable[[], float] = time.perf_counter
-    ) -> Iterator[PlannedStep]:
+    def planned_steps(self) -> Iterator[PlannedStep]:
         """One step per batch, as training plans steps that take what was predicted: nothing is
-        learnt. ``clock``: seconds, for the time that planning takes.
+        learnt.
 
         Raises:
             PlanError: a batch has no placement under the policy's cap.
@@ -147,7 +145,7 @@ class Workload:
             cost=self.cost,
             coverage=self.coverage,
             calibrate="off",
-            clock=clock,
+            clock=time.process_time,
         )
         known = planner.knowledge()
         for step, batch in enumerate(self.dealt_batches):

@@ -13,13 +13,13 @@ from sparsebalance_megatron.predict.comparison import (
     ROWS,
     Comparison,
     TableRow,
-    compare_ways,
+    compare,
     even_stages,
     given_row,
     rows_of,
     window_lines,
 )
-from sparsebalance_megatron.predict.outcome import unhideable_steps
+from sparsebalance_megatron.predict.outcome import Outcome, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.text_table import shown_ms, text_table, wrapped
 from sparsebalance_megatron.view.report.numbers import ratio_interval
@@ -47,7 +47,7 @@ def predicted(
     ways = rows_of(workload)
     given = given_row(workload, ways)
     rows = [TableRow(names=(name,), workload=way.of(workload)) for name, way in ways.items()]
-    found = compare_ways(rows, (given,))
+    found = compare(rows, (given,))
     verdict = [f"{name}: left out, {why}." for (name,), why in found.refused.items()]
     best = found.dense.names[0]
     if given != best:
@@ -97,8 +97,6 @@ def prediction_lines(
     ]
     sentences = [
         *verdict,
-        *_dense_documents(given),
-        *_memory(given),
         *_findings(given),
         *_remarks(given.workload),
     ]
@@ -192,62 +190,55 @@ def _short(workload: Workload) -> str:
     return workload.cost.device.removeprefix("NVIDIA ")[:_DEVICE_CHARACTERS]
 
 
-def _dense_documents(row: TableRow) -> Iterator[str]:
-    config = row.workload.plan_settings.config
-    if row.outcome is not None and not row.workload.is_dense:
-        tokens = max(config.dense_up_to_tokens, config.base_budget * config.block_size)
-        yield (
-            f"Documents of up to {tokens:,} tokens, {row.outcome.dense_tokens_share:.0%} of all "
-            "tokens, read all of their blocks: they gain by placement alone."
-        )
-
-
-def _memory(row: TableRow) -> Iterator[str]:
-    assert row.outcome is not None
-    held, memory = max(stage.total_bytes for stage in row.outcome.stages), row.workload.memory
+def _memory(row: TableRow, outcome: Outcome) -> str:
+    held, memory = max(stage.total_bytes for stage in outcome.stages), row.workload.memory
     gpu = f"{row.gpu_bytes / GIBIBYTE:g} GiB of the {_short(row.workload)}"
     text = (
         f"Memory: {held / GIBIBYTE:,.1f} GiB of the fullest GPU in these steps, at most "
         f"{row.at_most_bytes / GIBIBYTE:,.1f} with every micro-batch at the token cap (counted)"
     )
     if row.gpu_bytes == float("inf"):
-        yield f"{text}."
-    elif row.fits:
-        yield f"{text}: fits the {gpu}; leave a tenth free."
-    else:
-        remedies = {
-            "--sequence-parallel": memory.sequence_parallel,
-            "--recompute-granularity full": memory.recompute_all,
-            "--use-distributed-optimizer": memory.optimizer_ranks > 1,
-        }
-        unused = [flag for flag, is_used in remedies.items() if not is_used]
-        use = f", use {' or '.join(unused)}" if unused else ""
-        yield (
-            f"{text}: {'does' if held > row.gpu_bytes else 'may'} not fit the {gpu}. Raise "
-            "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
-            f"or --expert-model-parallel-size{use}, or lower "
-            "--sparse-balance-max-tokens-per-micro-batch."
-        )
+        return f"{text}."
+    if row.fits:
+        return f"{text}: fits the {gpu}; leave a tenth free."
+    remedies = {
+        "--sequence-parallel": memory.sequence_parallel,
+        "--recompute-granularity full": memory.recompute_all,
+        "--use-distributed-optimizer": memory.optimizer_ranks > 1,
+    }
+    unused = [flag for flag, is_used in remedies.items() if not is_used]
+    use = f", use {' or '.join(unused)}" if unused else ""
+    return (
+        f"{text}: {'does' if held > row.gpu_bytes else 'may'} not fit the {gpu}. Raise "
+        "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
+        f"or --expert-model-parallel-size{use}, or lower "
+        "--sparse-balance-max-tokens-per-micro-batch."
+    )
 
 
 def _findings(row: TableRow) -> Iterator[str]:
-    outcome, workload = row.outcome, row.workload
+    outcome, workload, config = row.outcome, row.workload, row.workload.plan_settings.config
     assert outcome is not None
+    if not workload.is_dense:
+        tokens = max(config.dense_up_to_tokens, config.base_budget * config.block_size)
+        yield (
+            f"Documents of up to {tokens:,} tokens, {outcome.dense_tokens_share:.0%} of all "
+            "tokens, read all of their blocks: they gain by placement alone."
+        )
+    yield _memory(row, outcome)
     if outcome.plan_ms > _HIDDEN * outcome.makespan_ms:
         yield (
             f"Planning takes {shown_ms(outcome.plan_ms)} ms of a core a step, which such steps do "
             f"not hide: lower {flag_name('plan_ms')}."
         )
     if count := unhideable_steps(workload):
-        settings, job = workload.plan_settings, workload.job
-        shared = settings.max_cp_size > 1
-        cut = job.pipeline_stages > 1 and settings.config.max_segments == 1
-        who = "More" if shared else "Several"
+        can_cut = workload.job.pipeline_stages > 1 and config.max_segments == 1
+        who = "More" if workload.plan_settings.max_cp_size > 1 else "Several"
         yield (
             f"In {count} of {len(workload.batches)} steps one sample takes longer than all work "
             f"would, spread evenly: no placement makes ranks equal. {who} "
             f"ranks may share such samples ({flag_name('max_context_parallel')})"
-            + (f", or {flag_name('max_segments')} cuts them." if cut else ".")
+            + (f", or {flag_name('max_segments')} cuts them." if can_cut else ".")
         )
 
 

@@ -115,21 +115,10 @@ def test_command_writes_json_and_an_80_column_table(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     times_ms = {"baseline": 10450.0, "dense": 19000.0, "by_tokens": 9900.0, "balanced": 9500.0}
-    figures = {
-        **{"busiest_rank_ms_predicted": 8e3, "busiest_rank_ms_measured": 9e3},
-        **{"imbalance": 1.125, "lower_bound_ms": 7e3, "work_ratio": 0.98},
-        **{"coverage": 0.9876, "coverage_base": None},
-    }
+    figures = {"imbalance": 1.125, "work_ratio": 0.98, "coverage": 0.9876, "coverage_base": None}
     for name, iteration_ms in times_ms.items():
-        steps = [
-            step_line(
-                iteration,
-                iteration_ms=iteration_ms if iteration > 1 else None,
-                lm_loss=9.0 - 0.1 * iteration,
-                figures=FIGURES | figures,
-            )
-            for iteration in range(1, 31)
-        ]
+        line = {"iteration_ms": iteration_ms, "figures": FIGURES | figures}
+        steps = [step_line(each, lm_loss=9.0 - 0.1 * each, **line) for each in range(1, 31)]
         (tmp_path / name).mkdir()
         write_lines(tmp_path / name / "steps.jsonl", [HEADER, *steps])
     output = tmp_path / "new" / "summary.json"

@@ -45,8 +45,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 _WITHOUT_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-_NARROW_INCHES, _WIDE_INCHES = 9.0, 13.0
-_BARS_PER_INCH = 7.0
+_WIDTH_INCHES = 11.0
 _EDGES_PER_ROW = 100.0
 """Points of a row's width that edges take at most."""
 _MOST_ROWS = 16
@@ -58,8 +57,6 @@ def step_picture(timelines: Mapping[str, Timeline]) -> tuple[str, list[str]]:
     and what is known and not drawn."""
     views = list(timelines.values())
     shown = _shown_places(views)
-    most_bars = max(len(spans) for view in views for spans in view.spans.values())
-    width = float(np.clip(most_bars / _BARS_PER_INCH, _NARROW_INCHES, _WIDE_INCHES))
     remarks = [
         f"{name}: {'; '.join(view.remarks)}" for name, view in timelines.items() if view.remarks
     ]
@@ -75,7 +72,7 @@ def step_picture(timelines: Mapping[str, Timeline]) -> tuple[str, list[str]]:
     from matplotlib.patches import Patch
 
     rows_height = float(np.clip(1.5 / len(shown), 0.16, 0.25)) * len(shown)
-    size = width, (rows_height + 0.5) * len(views) + 0.3
+    size = _WIDTH_INCHES, (rows_height + 0.5) * len(views) + 0.3
     with rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(len(views), squeeze=False)[:, 0]

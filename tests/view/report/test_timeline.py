@@ -21,21 +21,14 @@ from sparsebalance_megatron.view.report.timeline import (
 )
 
 
-def times(forward_RPVM: np.ndarray, **changes: Any) -> StepRecord:
+def times(forward_RPVM: np.ndarray, **waiting: np.ndarray) -> StepRecord:
     """As predicted; backwards take twice as long as forwards."""
-    ranks, stages, _, positions = forward_RPVM.shape
     times_2RPVM = np.stack([forward_RPVM, 2 * forward_RPVM])
-    ones_RM = np.ones((ranks, positions), int)
-    values = {"cp_sizes_RM": ones_RM, "segments_RM": ones_RM} | {
-        name: np.array(value) for name, value in changes.items()
-    }
-    record = step_record(1)
+    schedule_ms, record = np.ones(forward_RPVM.shape[:2]), step_record(1)
     return structs.replace(
         record,
-        device_slowness_RP=np.ones((ranks, stages)),
         predicted=replace(record.predicted, times_2RPVM=times_2RPVM),
-        measured=MeasuredTimes(times_2RPVM=times_2RPVM, schedule_ms=np.ones((ranks, stages))),
-        **values,
+        measured=MeasuredTimes(times_2RPVM=times_2RPVM, schedule_ms=schedule_ms, **waiting),
     )
 
 
@@ -77,10 +70,8 @@ def test_waiting_within_layers_is_no_computing() -> None:
     """Both ranks take 30 ms; rank 1 computes for 10 of them."""
     passed_RPVM = np.full((2, 1, 1, 1), 10.0)
     own_RPVM = np.array([10.0, 10.0 / 3]).reshape(passed_RPVM.shape)
-    record = times(passed_RPVM)
-    waiting_2RPVM = np.stack([passed_RPVM - own_RPVM, 2 * (passed_RPVM - own_RPVM)])
-    measured = replace(record.measured, waiting_2RPVM=waiting_2RPVM)
-    record = structs.replace(record, measured=measured)
+    waiting_RPVM = passed_RPVM - own_RPVM
+    record = times(passed_RPVM, waiting_2RPVM=np.stack([waiting_RPVM, 2 * waiting_RPVM]))
     spans = (span("forward", 0.0, 10.0), span("backward", 10.0, 30.0))
     logged = {(rank, 0): rank_step(start_unix_s=100.0, spans=spans) for rank in (0, 1)}
     found = measured_timeline(record, logged)
