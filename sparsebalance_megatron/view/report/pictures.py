@@ -79,10 +79,10 @@ def step_picture(timelines: Mapping[str, Timeline]) -> tuple[str, list[str]]:
         for axes, (name, view), end_ms in zip(panels, timelines.items(), ends_ms, strict=True):
             _draw_step(axes, view, shown)
             axes.set_xlim(0.0, end_ms)
-            waiting = 1.0 - view.busy_share
-            axes.set_title(
-                f"{name}: {shown_ms(view.makespan_ms)} ms, stages wait {waiting:.0%} of it"
-            )
+            title = f"{name}: {shown_ms(view.makespan_ms)} ms"
+            if view.waiting_share is not None:
+                title += f", stages wait {view.waiting_share:.0%} of it"
+            axes.set_title(title)
         handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
         return _svg(figure), remarks
