@@ -42,7 +42,7 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     PLAN: {
         "--gpus": (*TOO_SMALL, "1000001", "9" * 12),
         "--steps": (*TOO_SMALL, "10001", "9" * 12),
-        "--vary": ("", "x --y", "--tensor-model-parallel-size --x", "'"),
+        "--vary": ("", "help", "x --y", "--tensor-model-parallel-size --x", "'"),
         "--model": ("{folder}/gpt-5", "{folder}/lengths.txt", "/dev/null"),
         "--lengths": ("{folder}", "{folder}/nowhere.txt", "/dev/null", "/dev/zero"),
     },
@@ -88,6 +88,7 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     "a value that a flag cannot have": (f"{PLAN} -- --tensor-model-parallel-size x", "'x'"),
     "more stages than layers": (f"{PLAN} -- --pipeline-model-parallel-size 4", "pipeline"),
     "no row that makes a job": (f"{PLAN} --vary=micro-batch-size@3 -- {TRAINED}", "--vary"),
+    "a flag that varies twice": (f"{PLAN} --vary=lr@1 --vary=lr@2 -- {TRAINED}", "2 times"),
     "too many rows": (f"{PLAN} --vary=lr@{'@'.join(map(str, range(1, 1002)))}", "1000 rows"),
     "a batch beyond the file": (f"{PLAN} -- --global-batch-size 4000", "lengths.txt", "4000"),
     "a cap below every sample": (

@@ -2,7 +2,7 @@
 """Ways to plan the same batches: comparable numbers, no layout ignored; and layers per stage."""
 
 from dataclasses import replace
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from sparsebalance_megatron.predict.comparison import (
     MEGATRON,
     SORTED,
     TableRow,
-    compare_ways,
+    compare,
     even_stages,
     given_row,
     rows_of,
@@ -48,13 +48,8 @@ def long_tailed(steps: int = 4) -> Workload:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
-    ticks = count()
     given = long_tailed()
-    found: dict[str, Outcome] = {}
-    for name, row in rows_of(given).items():
-        clock = lambda: next(ticks) * 1e-3  # noqa: E731
-        found[name] = predict(row.of(given), clock=clock)
-    return found
+    return {name: predict(row.of(given)) for name, row in rows_of(given).items()}
 
 
 def test_dense_attention_in_order_of_arrival_is_the_first(outcomes: dict[str, Outcome]) -> None:
@@ -69,7 +64,7 @@ def test_numbers_belong_together(outcomes: dict[str, Outcome]) -> None:
     for outcome in outcomes.values():
         assert outcome.bound_ratio >= 1.0 - 1e-9
         assert outcome.coverage_mean >= base.coverage_mean - SparseBalanceConfig.coverage_threshold
-        assert outcome.plan_ms == pytest.approx(1.0)
+        assert outcome.plan_ms > 0.0
         assert outcome.makespan_ms == pytest.approx(np.mean(outcome.step_ms))
     assert (np.array(outcomes[DEFAULT].step_ms) <= np.array(base.step_ms) * (1 + 1e-6)).all()
     assert outcomes[DEFAULT].coverage_mean >= base.coverage_mean
@@ -78,8 +73,8 @@ def test_numbers_belong_together(outcomes: dict[str, Outcome]) -> None:
 def test_curves_stay_the_workloads(outcomes: dict[str, Outcome]) -> None:
     given = long_tailed()
     before = given.coverage.mean_LUK.copy()
-    again = predict(given, clock=lambda: 0.0)
-    assert again == replace(outcomes[DEFAULT], plan_ms=0.0)
+    again = predict(given)
+    assert replace(again, plan_ms=0.0) == replace(outcomes[DEFAULT], plan_ms=0.0)
     np.testing.assert_array_equal(given.coverage.mean_LUK, before)
 
 
@@ -235,7 +230,7 @@ def test_windows_are_planned_as_given_and_beside() -> None:
     assert chosen.batches == given.batches != chosen.dealt_batches
     rows = rows_of(given)
     assert EXACT_WINDOW not in rows_of(chosen) and EXACT_WINDOW not in rows_of(few_long(3, 8000))
-    found = compare_ways(
+    found = compare(
         [TableRow(names=(name,), workload=row.of(given)) for name, row in rows.items()], (EXACT,)
     )
     by_name = {row.names[0]: row for row in found.rows}
