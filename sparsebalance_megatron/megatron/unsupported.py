@@ -7,7 +7,6 @@ Flags are checked as typed, before Megatron's own assertions can fail over them,
 Megatron has completed its arguments.
 """
 
-import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.megatron.compat import arguments_of_weights
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
-from sparsebalance_megatron.plan.job import whole_parts
 from sparsebalance_megatron.selector_registry import check_whole_documents
 
 
@@ -57,23 +55,6 @@ def _rotates_all(get: Settings) -> bool:
 
 def _has_experts(get: Settings) -> bool:
     return bool(get("num_experts") or get("num_moe_experts"))
-
-
-def _plans_positions(get: Settings) -> bool:
-    """Whether steps may have fewer micro-batches than Megatron counts; as
-    :meth:`.PlanSettings.plans_positions` says of a job."""
-    config = get.config
-    most_ranks = config.max_context_parallel or get("context_parallel_size", 1)
-    return bool(
-        config.positions == "planned"
-        and config.batching == "makespan"
-        and get("pipeline_model_parallel_size", 1) == 1
-        and (
-            get("expert_model_parallel_size", 1) > 1
-            or get("use_torch_fsdp2")
-            or (config.context_parallel == "dynamic" and most_ranks > 1)
-        )
-    )
 
 
 def shards_unequally(get: Settings) -> bool:
@@ -269,7 +250,7 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--moe-router-load-balancing-type": lambda get: (
         _has_experts(get) and "global_aux_loss" in get("moe_router_load_balancing_type", ())
     ),
-    "--moe-paged-stash": lambda get: get("moe_paged_stash") and _plans_positions(get),
+    "--moe-paged-stash": lambda get: get("moe_paged_stash") and get.config.positions == "planned",
     "--num-query-groups": lambda get: (
         _kv_heads_are_shared(get) and get.config.selection != "token-query-head"
     ),
@@ -388,13 +369,6 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     get = Settings(args, config)
     if not 1 <= (seed := get("seed", 1)) <= _LARGEST_SEED:
         raise ConfigError(f"--seed {seed}: must be 1 to {_LARGEST_SEED}")
-    if get("use_torch_fsdp2"):
-        for flag in ("--pipeline-model-parallel-size", "--expert-model-parallel-size"):
-            if (size := get(flag[2:].replace("-", "_"), 1)) > 1:
-                raise ConfigError(
-                    f"{flag} {size}: Megatron trains neither pipelines nor expert parallelism with "
-                    f"parameters in shards over all ranks (FSDP2); use {flag} 1, or no FSDP2"
-                )
     _check(get, MODEL | TRAINING, get("seq_length", 0))
 
 
@@ -480,14 +454,13 @@ def _check_sharing(get: Settings, longest: int) -> None:
 
 
 def check_resumed(args: Namespace) -> None:
-    """Refuse a checkpoint whose optimizer, or schedule of the learning rate, Megatron does not take
-    up in this run, before it fails at it or asserts as much."""
+    """Refuse a checkpoint whose optimizer Megatron does not take up in this run, before it fails at
+    it."""
     if args.no_load_optim or not args.load:
         return
     saved = arguments_of_weights(args, resumed=True)
     if saved is not None and not getattr(saved, "no_save_optim", False):
         check_optimizer(saved, args)
-        check_schedule(saved, args)
 
 
 def check_optimizer(saved: Namespace, args: Namespace) -> None:
@@ -518,28 +491,6 @@ def check_optimizer(saved: Namespace, args: Namespace) -> None:
         )
 
 
-def check_schedule(saved: Namespace, args: Namespace) -> None:
-    """Refuse a schedule of the learning rate that is not the checkpoint's."""
-    follows_one = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
-    if args.skip_train or follows_one or saved.lr is None:
-        return
-    names = ["lr", "min_lr", "lr_decay_style"]
-    if saved.train_iters and args.train_iters:
-        # Megatron counts steps in samples.
-        theirs, ours = (each.train_iters * each.global_batch_size for each in (saved, args))
-        names += ["train_iters", "global_batch_size"] if theirs != ours else []
-    for name in names:
-        theirs, ours = getattr(saved, name), getattr(args, name)
-        if theirs != ours:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"--load {args.load}: saved with {flag} {theirs}, and this run has {ours}; give "
-                "--override-opt-param-scheduler to follow this run's schedule of the learning rate "
-                "and weight decay, --use-checkpoint-opt-param-scheduler to follow the "
-                f"checkpoint's, or {flag} {theirs}"
-            )
-
-
 def not_installed(args: Namespace) -> list[str]:
     """A sentence for each package that flags need and this machine lacks."""
     needed, get = {}, Settings(args, SparseBalanceConfig())
@@ -552,25 +503,3 @@ def not_installed(args: Namespace) -> list[str]:
         for flag, package in needed.items()
         if find_spec(package.replace("-", "_")) is None
     ]
-
-
-def check_batches(args: Namespace) -> None:
-    """Refuse a global batch that does not fill its micro-batches, before Megatron asserts as much;
-    what a checkpoint decides is left to Megatron."""
-    get = Settings(args, SparseBalanceConfig())
-    kinds = ("tensor_model", "pipeline_model", "context")
-    ranks_per_model = math.prod(get(f"{kind}_parallel_size", 1) for kind in kinds)
-    ranks = get("world_size", 1)
-    if get("use_checkpoint_args") or ranks_per_model < 1 or ranks % ranks_per_model:
-        return
-    for prefix in ("", "eval_"):
-        micro_batch_size, global_batch_size = (
-            get(f"{prefix}{name}", get(name)) for name in ("micro_batch_size", "global_batch_size")
-        )
-        if micro_batch_size and global_batch_size:
-            flag = "--" + prefix.replace("_", "-")
-            parts = {
-                f"{flag}micro-batch-size": micro_batch_size,
-                "data-parallel size": ranks // ranks_per_model,
-            }
-            whole_parts(global_batch_size, f"{flag}global-batch-size", parts)

@@ -27,7 +27,6 @@ from sparsebalance_megatron.megatron.unsupported import (
     check_model,
     check_optimizer,
     check_resumed,
-    check_schedule,
     check_segments,
     check_supported,
     shards_unequally,
@@ -191,30 +190,10 @@ def test_what_is_refused_in_the_end(flag: str) -> None:
     supported = {"seq_length": 256, "data_path": ["prefix"], "dataloader_type": "external"}
     supported |= {"calculate_per_token_loss": True, "attention_dropout": 0.0}
     check_supported(Namespace(**supported), config)
+    fixed = SparseBalanceConfig(enabled=True, positions="fixed")
+    check_supported(Namespace(**supported, moe_paged_stash=True), fixed)
     with pytest.raises(ConfigError, match=rf"^--sparse-balance with {flag}: "):
         check_supported(Namespace(**supported | NOT_TYPED[flag]), config)
-
-
-@pytest.mark.parametrize(
-    ("megatron", "chosen", "refused"),
-    [
-        ({}, {}, False),
-        ({}, {"max_context_parallel": 2}, True),
-        ({"context_parallel_size": 2}, {}, True),
-        ({"context_parallel_size": 2}, {"context_parallel": "static"}, False),
-        ({"use_torch_fsdp2": True}, {}, True),
-        ({"expert_model_parallel_size": 2}, {"positions": "fixed"}, False),
-        ({"pipeline_model_parallel_size": 2}, {"max_context_parallel": 2}, False),
-    ],
-)
-def test_a_stash_by_micro_batches_is_refused_where_steps_may_have_fewer(
-    megatron: dict[str, Any], chosen: dict[str, Any], refused: bool
-) -> None:
-    args = Namespace(moe_paged_stash=True, seq_length=256, calculate_per_token_loss=True)
-    vars(args).update(megatron, data_path=["prefix"], dataloader_type="external")
-    refusal = pytest.raises(ConfigError, match=r"^--sparse-balance with --moe-paged-stash: ")
-    with refusal if refused else nullcontext():
-        check_supported(args, SparseBalanceConfig(enabled=True, **chosen))
 
 
 @pytest.mark.parametrize(
@@ -297,29 +276,6 @@ SEGMENTS_REFUSED = {
 """Flags that are refused for other values, or by fields of other names, than 2 of their own."""
 
 
-@pytest.mark.parametrize(
-    ("differs", "told"),
-    [
-        ({"train_iters": 8}, "--train-iters 4, and this run has 8; give --override-opt-param-sch"),
-        ({"train_iters": 8, "override_opt_param_scheduler": True}, None),
-        ({"train_iters": 8, "skip_train": True}, None),
-        ({"train_iters": 8, "global_batch_size": 2}, None),
-        ({"train_iters": 4, "global_batch_size": 2}, "--global-batch-size 4, and this run has 2"),
-        ({"lr": 1e-4}, "--lr 0.001, and this run has 0.0001"),
-        ({}, None),
-    ],
-)
-def test_a_resume_with_another_schedule_names_the_flag(
-    differs: dict[str, Any], told: str | None
-) -> None:
-    saved = {"lr": 1e-3, "min_lr": 0.0, "lr_decay_style": "constant"}
-    saved |= {"train_iters": 4, "global_batch_size": 4, "load": "checkpoints"}
-    other = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "skip_train")
-    args = Namespace(**saved | dict.fromkeys(other) | differs)
-    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
-        check_schedule(Namespace(**saved), args)
-
-
 @pytest.mark.parametrize("flag", SEGMENTS)
 def test_what_is_refused_with_segments(flag: str) -> None:
     def check(max_segments: int, given: dict[str, Any]) -> None:
@@ -391,56 +347,31 @@ DIVIDED = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words", "complaint"),
+    ("words", "complaint"),
     [
-        (1, "--context-parallel-size=0", "--context-parallel-size 0: "),
-        (1, "--sparse-balance-base-budget=1099511627776", "--sparse-balance-base-budget 1099"),
+        ("--context-parallel-size=0", "--context-parallel-size 0: "),
+        ("--sparse-balance-base-budget=1099511627776", "--sparse-balance-base-budget 1099"),
         (
-            *(1, "--sparse-balance-max-tokens-per-micro-batch 100"),
+            "--sparse-balance-max-tokens-per-micro-batch 100",
             "with --seq-length 256: .* use at least 256",
         ),
-        (
-            *(1, "--use-torch-fsdp2 --pipeline-model-parallel-size 2"),
-            "^--pipeline-model-parallel-size 2: .* or no FSDP2",
-        ),
-        (
-            1,
-            "--use-torch-fsdp2 --expert-model-parallel-size 4 --num-experts 4 "
-            "--moe-token-dispatcher-type alltoall",
-            "^--expert-model-parallel-size 4: .* or no FSDP2",
-        ),
-        *((1, f"--seed {seed}", "must be 1 to 2147483647") for seed in (-1, 0, 2**31)),
-        *((1, f"--seed {seed}", None) for seed in (1, 2**31 - 1)),
-        (1, LAST_QUERIES, None),
-        *((1, words, None) for words in LOOK_REFUSED),
+        *((f"--seed {seed}", "must be 1 to 2147483647") for seed in (-1, 0, 2**31)),
+        *((f"--seed {seed}", None) for seed in (1, 2**31 - 1)),
+        (LAST_QUERIES, None),
+        *((words, None) for words in LOOK_REFUSED),
         *(
             (
-                *(1, f"{LAST_QUERIES} {divided}"),
+                f"{LAST_QUERIES} {divided}",
                 f"^{LAST_QUERIES} with {' '.join(divided.split()[:2])}: .* use vertical-slash, or",
             )
             for divided in DIVIDED
         ),
-        (2, "--global-batch-size 2 --micro-batch-size 2", "2 must be a multiple of"),
-        (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", None),
-        (8, "", None),
-        (16, "", "x data-parallel size 16 = 16"),
-        (4, "--eval-micro-batch-size 4", "--eval-global-batch-size 8 must be a multiple of"),
-        (16, "--use-checkpoint-args", None),
-        (3, "--tensor-model-parallel-size 2", None),
-        (4, "--pipeline-model-parallel-size 0", None),
-        (1, "--global-batch-size 7 --micro-batch-size 2", "--global-batch-size 7 must be"),
     ],
 )
 def test_numbers_that_do_not_go_together(
-    ranks: int,
-    words: str,
-    complaint: str | None,
-    megatron_parser: ArgumentParser,
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, complaint: str | None, megatron_parser: ArgumentParser
 ) -> None:
-    """Among them a global batch that does not fill its micro-batches, and a selection that needs
-    whole documents where they are divided."""
-    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    """Among them a selection that needs whole documents where they are divided."""
     refuses = nullcontext() if complaint is None else pytest.raises(ConfigError, match=complaint)
     with refuses:
         check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
