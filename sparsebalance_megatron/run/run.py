@@ -218,10 +218,9 @@ class Run:
             self._losses.append(torch.stack([loss.double(), tokens.double()]))
             self._reports.append(report)
 
-    def end_whole_step(self, remedy: str, model_remedy: str) -> dict[str, float]:
-        """End a step where the trainer calls; ``remedy`` is for missing forwards, ``model_remedy``
-        what to give the model."""
-        problem = self._problem(remedy, model_remedy)
+    def end_whole_step(self) -> dict[str, float]:
+        """End a step where the trainer calls."""
+        problem = self._problem()
         digest = b"" if self.running is None else self.running.plan.digest()
         failing = check_executed_plans(problem is not None, digest, self._device)
         if failing:
@@ -229,19 +228,22 @@ class Run:
             raise IntegrationError(problem or other)
         return self.end_step()
 
-    def _problem(self, remedy: str, model_remedy: str) -> str | None:
+    def _problem(self) -> str | None:
         """What is missing of a whole step on this rank."""
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
         forwards = int(self._order.segments_M.sum()) if running else self.job.micro_batches
         expected = len(stage) * forwards
         if running is None or len(self.seen) != expected:
-            return f"end_step after {len(self.seen)} forward steps, expected {expected}: {remedy}"
+            return (
+                f"end_step after {len(self.seen)} forward steps, expected {expected}: call it "
+                "once, when every model chunk has run each micro-batch of the plan once"
+            )
         blind = sum(len(each.observations) < len(stage[each.chunk]) for each in self.seen)
         if blind:
             return (
                 f"step {running.plan.step}: {blind} of {expected} forward steps never reached the "
-                "plugin's attention; build the model with run.layer_spec and give it "
-                f"{model_remedy}"
+                "plugin's attention; build the model with run.layer_spec and give it the plugin's "
+                "packed_seq_params"
             )
         if not self._recorder.wait():
             return (
