@@ -65,7 +65,7 @@ PREDICTED = {
     **dict.fromkeys(("samples_cut", "samples_raised"), 0),
 }
 _SEVERAL = ("bubble_fraction_stage", "relative_time_stage")
-_COUNTS = ("tuned_samples", "unobserved", "digest_mismatches")
+_COUNTS = ("tuned_samples", "unobserved")
 FIGURES: dict[str, Any] = {each.name: 1.0 for each in fields(StepFigures)}
 FIGURES |= dict.fromkeys(_SEVERAL, ()) | dict.fromkeys(_COUNTS, 0)
 FIGURES |= {"coverage": 0.75, "coverage_base": 0.75, "lower_bound_ms": 70.0}

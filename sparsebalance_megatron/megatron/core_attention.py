@@ -38,7 +38,7 @@ from sparsebalance_megatron.attention.sequence.exchange import rank_slice, seque
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_with
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec
-from sparsebalance_megatron.megatron.latent_positions import TruePositions
+from sparsebalance_megatron.megatron.hooks import TruePositions
 from sparsebalance_megatron.megatron.own_attention import sharing_heads
 from sparsebalance_megatron.megatron.packed_seq_params import (
     BASE,

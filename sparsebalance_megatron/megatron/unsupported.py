@@ -7,6 +7,7 @@ Flags are checked as typed, before Megatron's own assertions can fail over them,
 Megatron has completed its arguments.
 """
 
+import math
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.megatron.compat import arguments_of_weights
 from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.job import whole_parts
 from sparsebalance_megatron.selector_registry import check_whole_documents
 
 
@@ -90,7 +92,7 @@ def shards_unequally(get: Settings) -> bool:
 
 
 _ATTENTION_DTYPE = "attention runs in the model's dtype; drop it"
-_DATA_FLAGS = (
+DATA_FLAGS = (
     *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
     "per_split_data_args_path",
 )
@@ -275,8 +277,8 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
         get("context_parallel_size", 1) > 1
         and get("seq_length", 0) % (2 * get("context_parallel_size", 1))
     ),
-    "no --data-path": lambda get: not any(map(get, _DATA_FLAGS)),
-    "--split": lambda get: get("split") and any(map(get, _DATA_FLAGS[2:])),
+    "no --data-path": lambda get: not any(map(get, DATA_FLAGS)),
+    "--split": lambda get: get("split") and any(map(get, DATA_FLAGS[2:])),
     "--dataloader-type": lambda get: get("dataloader_type") != "external",
     "--step-batch-size-schedule": lambda get: (
         get("step_batch_size_schedule")
@@ -503,3 +505,16 @@ def not_installed(args: Namespace) -> list[str]:
         for flag, package in needed.items()
         if find_spec(package.replace("-", "_")) is None
     ]
+
+
+def check_global_batch(args: Namespace) -> None:
+    """Refuse a global batch that does not fill its micro-batches, before Megatron says so of
+    evaluation's, which is as large; what a checkpoint decides is left to Megatron."""
+    get = Settings(args, SparseBalanceConfig())
+    kinds = ("tensor_model", "pipeline_model", "context")
+    ranks_per_model = max(1, math.prod(get(f"{kind}_parallel_size", 1) for kind in kinds))
+    ranks, rest = divmod(get("world_size", 1), ranks_per_model)
+    size, micro_batch_size = get("global_batch_size"), get("micro_batch_size")
+    if size and micro_batch_size and not rest and not get("use_checkpoint_args"):
+        parts = {"--micro-batch-size": micro_batch_size, "data-parallel size": ranks}
+        whole_parts(size, "--global-batch-size", parts)

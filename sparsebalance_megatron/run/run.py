@@ -15,7 +15,6 @@ from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.measurement import StepFigures, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import FinishedStep
-from sparsebalance_megatron.megatron.experts import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import (
     install_hooks,
     leave_out_padding,
@@ -31,6 +30,7 @@ from sparsebalance_megatron.megatron.timing import (
     HostClock,
     MicroBatchRecorder,
     Place,
+    watch_expert_collectives,
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, lockstep_notice
@@ -274,8 +274,6 @@ class Run:
             )
             measured = measured.without_waiting(planned.plan.micro_batches)
             if differing := measured.differing_ranks:
-                if self.sinks is not None:
-                    self.sinks.write_mismatches(iteration, len(differing))
                 raise PlanMismatchError(
                     f"step {step}: ranks {list(differing)} executed another plan than rank 0; "
                     "check that all ranks run the same software on the same data"

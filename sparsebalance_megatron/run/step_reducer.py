@@ -25,8 +25,8 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
     lockstep_waiting,
 )
-from sparsebalance_megatron.megatron.experts import COLLECTIVES_PER_LAYER
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
+from sparsebalance_megatron.megatron.timing import COLLECTIVES_PER_LAYER
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
 

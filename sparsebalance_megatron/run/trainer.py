@@ -5,6 +5,7 @@ Trainers that call Megatron's schedules themselves begin one, and :mod:`.trainin
 into ``megatron.training``, which is not loaded here.
 """
 
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,7 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError, PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.files import LogDirectory
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths
@@ -30,6 +31,7 @@ from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size, make_sequence_groups
 from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.megatron.unsupported import DATA_FLAGS
 from sparsebalance_megatron.plan.pipeline.orders import Schedule
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.agreement import (
@@ -368,10 +370,12 @@ def begin_run(
         data_parallel_size=data_parallel_size(),
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
-        global_batch_size=global_batch_size,
-        data_path=(data_prefix,),
+        batch_sizes=BatchSizes.constant(global_batch_size),
+        data_flags=Namespace(**dict.fromkeys(DATA_FLAGS) | {"data_path": [data_prefix]}),
         split=split,
         seed=seed,
+        evaluation_batch_size=global_batch_size,
+        evaluation_micro_batch_size=micro_batch_size,
         warm_up_samples=warm_up_samples,
         order=order,
     )

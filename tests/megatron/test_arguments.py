@@ -377,6 +377,30 @@ def test_numbers_that_do_not_go_together(
         check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "words", "refused"),
+    [
+        (2, "--global-batch-size 2 --micro-batch-size 2", True),
+        (16, "", True),
+        (8, "", False),
+        (8, "--tensor-model-parallel-size 2 --global-batch-size 4", False),
+        (3, "--tensor-model-parallel-size 2", False),
+        (4, "--pipeline-model-parallel-size 0", False),
+        (16, "--use-checkpoint-args", False),
+    ],
+)
+def test_a_global_batch_fills_its_micro_batches(
+    ranks: int,
+    words: str,
+    refused: bool,
+    megatron_parser: ArgumentParser,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    with pytest.raises(ConfigError, match="must be a multiple of") if refused else nullcontext():
+        check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
+
+
 def test_changed_defaults_are_told_as_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.training.arguments import add_megatron_arguments
 
