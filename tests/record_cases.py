@@ -66,7 +66,7 @@ PREDICTED = {
 }
 FIGURES: dict[str, Any] = {each.name: 1.0 for each in fields(StepFigures)}
 FIGURES |= dict.fromkeys(("bubble_fraction_stage", "relative_time_stage"), ())
-FIGURES |= dict.fromkeys(("tuned_samples", "unobserved", "digest_mismatches"), 0)
+FIGURES |= dict.fromkeys(("tuned_samples", "unobserved"), 0)
 FIGURES |= {"coverage": 0.75, "coverage_base": 0.75, "lower_bound_ms": 70.0}
 FIGURES |= {"computing_ms_measured": 80.0, "makespan_ms_measured": 95.0}
 

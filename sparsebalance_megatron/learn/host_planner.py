@@ -86,7 +86,7 @@ class HostJob:
         if not exchange.cp_size_slowness:  # none was measured
             exchange = exchange.in_nodes(self.neighbours_per_node)
         within, most_ranks = self._sharing(config)
-        if config.heads_may_travel:
+        if not config.attends_by_lists:
             exchange = replace(exchange, heads_within=within)
         cost = replace(cost, exchange=exchange)
         # Documents that are cut, or shared beyond heads, run on kernels of this package.

@@ -155,8 +155,8 @@ class Inputs:
         """Make the scheduler of evaluation, with what the training run knows."""
         settings = self.settings
         batch_size = settings.evaluation_batch_size
-        micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
-        micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
+        samples = settings.evaluation_micro_batch_size * settings.data_parallel_size
+        micro_batches = batch_size // samples
         job = replace(self.job, micro_batches=micro_batches)
         dense = self.config.eval_attention == "dense"
         return training.for_evaluation(index, job, batch_size, dense=dense)
@@ -270,7 +270,7 @@ def read_costs(settings: RunSettings, config: SparseBalanceConfig, device_type: 
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
     """Read the index and the cost table, which must be of ``device_type``, and lay out the job."""
-    blends = read_blends(settings)
+    blends = read_blends(settings.data_flags)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
     train = samples_of_split(settings, config, blends["train"], "train")
