@@ -26,7 +26,7 @@ Shape legend: U segments, X candidates.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ import numpy as np
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups, meeting_groups
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, rounded_ms
-from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
+from sparsebalance_megatron.plan.pipeline.orders import tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.annealing import shaped_orders
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, SearchEffort
@@ -179,26 +179,20 @@ class SegmentSearch:
     def _shortest(self, candidates: Sequence[Sequence[_Candidate]]) -> list[_Candidate]:
         """The candidate of every group that ends first within the limit of tokens; where there is
         none, the first one, in infinite time."""
-        flat = list(itertools.chain.from_iterable(candidates))
-        cuts = self._cut(flat)
-        ms = iter(self._simulated_ms(flat, cuts))
-        cuts_of = iter(cuts)
+        ended = self._simulated(list(itertools.chain.from_iterable(candidates)))
         found = []
         for of_group in candidates:
-            ended = [(next(ms), next(cuts_of), candidate) for candidate in of_group]
-            ended.sort(key=lambda each: each[0])
-            fitting = (
-                candidate._replace(ms=ms_until)
-                for ms_until, rows, candidate in ended
-                if self._tokens_in_flight(rows) <= self._most_tokens
-            )
-            found.append(next(fitting, of_group[0]._replace(ms=np.inf)))
+            best = of_group[0]._replace(ms=np.inf)
+            for candidate, (ms, tokens) in zip(of_group, ended, strict=False):
+                if tokens <= self._most_tokens and ms < best.ms:
+                    best = candidate._replace(ms=ms)
+            found.append(best)
         return found
 
-    def _simulated_ms(
-        self, candidates: Sequence[_Candidate], cuts: Sequence[Sequence[tuple[Cut, ...]]]
-    ) -> list[float]:
-        """Ms until the last pipeline of each candidate ends."""
+    def _simulated(self, candidates: Sequence[_Candidate]) -> Iterator[tuple[float, int]]:
+        """Ms until the last pipeline of each candidate ends, and the most tokens in flight on the
+        first stage of one."""
+        cuts = self._cut(candidates)
         pipelines = [pipeline for rows in cuts for pipeline in zip(*rows, strict=True)]
         segments_RM = [[len(cut.tokens_U) for cut in pipeline] for pipeline in pipelines]
         self._effort.spend(self._operations(sum(map(sum, segments_RM))))
@@ -209,26 +203,22 @@ class SegmentSearch:
                 for candidate in candidates
             ]
             cp_sizes_RM = np.concatenate([np.array(rows).T for rows in cp_sizes])
-        ms_2UP = joined_2UP(itertools.chain.from_iterable(pipelines))
-        ms_R = makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM))
+        every_cut = list(itertools.chain.from_iterable(pipelines))
+        ms_2UP, tokens_U = (
+            joined_2UP(every_cut),
+            np.concatenate([cut.tokens_U for cut in every_cut]),
+        )
+        times = OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM)
+        order, ms_R = times.graph.order, makespans_ms(times)
+        held_O = tokens_in_flight(order, tokens_U)[0]
+        tokens_R = np.maximum.reduceat(held_O, 2 * order.first_R)
         firsts = [0, *itertools.accumulate(len(rows[0]) for rows in cuts[:-1])]
-        return np.maximum.reduceat(ms_R, firsts).tolist()
+        ms, tokens = (np.maximum.reduceat(each_R, firsts).tolist() for each_R in (ms_R, tokens_R))
+        return zip(ms, tokens, strict=True)
 
     def _operations(self, segments: int) -> int:
         """Operations of so many segments, in those that effort is counted in."""
         return SEGMENT_COST * 2 * self._problem.job.pipeline_stages * segments
-
-    def _tokens_in_flight(self, rows: Sequence[tuple[Cut, ...]]) -> int:
-        """Tokens in flight on the first stage of the fullest pipeline."""
-        stages = self._problem.job.pipeline_stages
-        most_M = tuple(max(len(cut.tokens_U) for cut in row) for row in rows)
-        held = []
-        for pipeline in zip(*rows, strict=True):
-            tokens_MU = [cut.tokens_U for cut in pipeline]
-            schedule = SegmentedSchedule(tuple(map(len, tokens_MU)), most_M)
-            order = schedule(stages, len(tokens_MU), 1)
-            held.append(int(most_tokens_in_flight(order, np.concatenate(tokens_MU))[0]))
-        return max(held)
 
     def _cut(self, candidates: Sequence[_Candidate]) -> list[list[tuple[Cut, ...]]]:
         """What the rows of candidates take in each pipeline of their group."""
