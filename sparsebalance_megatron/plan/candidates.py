@@ -21,8 +21,7 @@ whose candidates differ in their operations, is :mod:`.search.segments`. Micro-b
 context-parallel size are placed on the job whose ranks are its context-parallel groups.
 """
 
-import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
@@ -125,7 +124,7 @@ def best_candidate(problem: StepProblem) -> Candidate:
     Raises:
         PlanError: no placement exists, or the one given is not of this job.
     """
-    placed = problem.inputs.placement
+    placed, plan_settings = problem.inputs.placement, problem.plan_settings
     if isinstance(placed, Arrangement):
         return Candidate.of(problem.with_positions(placed.cp_sizes_RM.shape[1]), placed, "arrival")
     if placed is not None:
@@ -133,20 +132,26 @@ def best_candidate(problem: StepProblem) -> Candidate:
     try:
         equal = min(_of_equal_cp_size(problem.of_groups), key=_makespan_ms)
     except PlanError:
-        if not problem.plan_settings.plans_cp_sizes:
+        if not plan_settings.plans_cp_sizes:
             raise
         # The cap may ask for micro-batches that more ranks share.
         equal = None
-    whole = equal
-    if problem.plan_settings.plans_cp_sizes:
-        whole = _with_cp_sizes(problem, equal)
+    whole = _with_cp_sizes(problem, equal) if plan_settings.plans_cp_sizes else equal
     assert whole is not None, "cp_sizes are planned where no equal ones are found"
-    limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
     cut = []
-    if problem.plan_settings.plans_segments(problem.job):
+    if plan_settings.plans_segments(problem.job):
         cut = _in_segments(problem, equal, whole)
+    limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
     shorter = [each for each in cut if each.makespan_ms < limit_ms]
     return min(shorter or [whole], key=_makespan_ms)
+
+
+def _if_possible(make: Callable[..., Candidate], *arguments: object) -> list[Candidate]:
+    """The candidate that this makes; none where no placement exists."""
+    try:
+        return [make(*arguments)]
+    except PlanError:
+        return []
 
 
 def _as_placed(problem: StepProblem, placement: Placement) -> Candidate:
@@ -175,20 +180,9 @@ def _of_equal_cp_size(problem: StepProblem) -> list[Candidate]:
         PlanError: none of the policy's placements exists.
     """
     batching = problem.plan_settings.config.batching
-    simple: tuple[Batching, ...] = (batching,)
-    if batching == "makespan":
-        simple = ("arrival", "length", "latency")
-    found, failures = [], []
-    for name in simple:
-        try:
-            found.append(_placed(problem, name))
-        except PlanError as error:
-            failures.append(error)
-    if not found:
-        try:
-            return [_placed(problem, "arrival")]
-        except PlanError:
-            raise failures[-1] from None
+    names = ("arrival", "length", "latency") if batching == "makespan" else (batching,)
+    found = [each for name in names for each in _if_possible(_placed, problem, name)]
+    found = found or _if_possible(_placed, problem, "arrival") or [_placed(problem, names[-1])]
     if batching == "makespan":
         starts, effort = found[-1:], 1.0
         if problem.job.lockstep_ranks > 1:
@@ -311,26 +305,21 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
     near_ms = rounded_ms(_SKIP_RATIO_TO_BOUND * _bound_ms(problem, limit))
     if best is not None and best.makespan_ms <= near_ms:
         return best
-    largest, failures = 1, []
     effort = min(1.0, _FULL_EFFORT_CP_SIZE.bit_length() / limit.bit_length())
+    numbers = [problem.job.micro_batches]
+    while problem.plans_positions and numbers[-1] > 1:
+        numbers.append(numbers[-1] // 2)
+    steps = [problem.with_positions(number) for number in numbers]
+    largest = 1
     while largest < limit:
         largest *= 2
-        starts, positions = [], problem.job.micro_batches
-        while positions:
-            try:
-                starts.append(_shared_start(problem.with_positions(positions), largest))
-            except PlanError as error:
-                failures.append(error)
-            positions = positions // 2 if problem.plans_positions else 0
+        starts = [each for step in steps for each in _if_possible(_shared_start, step, largest)]
         found = [] if best is None else [best]
         if best is not None and best.problem.job.data_parallel_size == ranks:
             found.append(_searched(best, largest, effort * _EFFORT_FROM_BEST))
         found += [_searched(start, largest, effort / len(starts)) for start in starts]
-        if found:
-            best = min(found, key=_makespan_ms)
-    if best is None:
-        raise failures[-1]
-    return best
+        best = min(found, key=_makespan_ms, default=None)
+    return best or _shared_start(steps[-1], limit)
 
 
 def _shared_start(problem: StepProblem, max_cp_size: int) -> Candidate:
@@ -346,17 +335,15 @@ def _shared_start(problem: StepProblem, max_cp_size: int) -> Candidate:
     slowness = {factor for _, factor in problem.costs.exchange.cp_size_slowness}
     halvings = max(1, max_cp_size.bit_length() - 1) if len(slowness) > 1 else 1
     widest = (max_cp_size >> halving for halving in range(halvings))
-    starts, failures = [], []
-    for most_over_mean, widest_cp_size in product(_MAX_WEIGHTS_OVER_MEAN, widest):
+
+    def start(most_over_mean: float, widest_cp_size: int) -> Candidate:
         rules = Rules(cap_tokens=problem.cap_tokens, max_cp_size=widest_cp_size)
-        try:
-            where = cp_size_start(weights_S, problem.costs, rules, most_over_mean)
-            starts.append(Candidate.of(problem, where))
-        except PlanError as error:
-            failures.append(error)
-    if not starts:
-        raise failures[-1]
-    return min(starts, key=_makespan_ms)
+        where = cp_size_start(weights_S, problem.costs, rules, most_over_mean)
+        return Candidate.of(problem, where)
+
+    choices = list(product(_MAX_WEIGHTS_OVER_MEAN, widest))
+    found = [each for choice in choices for each in _if_possible(start, *choice)]
+    return min(found or [start(*choices[-1])], key=_makespan_ms)
 
 
 def _in_segments(
@@ -370,15 +357,13 @@ def _in_segments(
         equal: the step of equal cp_sizes in one piece; None where there is none.
         whole: the shortest step in one piece.
     """
-    whole = equal or whole
-    most_tokens = _most_tokens(problem, whole.arrangement)
+    most_tokens = _most_tokens(problem, (equal or whole).arrangement)
     lockstep = problem.job.lockstep_ranks > 1
     starts = [] if equal is None else [equal.arrangement]
     if lockstep:
         starts += [each.arrangement for each in _rows(problem)]
     elif starts:
-        with contextlib.suppress(PlanError):
-            starts = [Arrangement.of_placement(problem.balanced_by(problem.expected_2SX))]
+        starts = [each.arrangement for each in _if_possible(_placed, problem, "latency")] or starts
     found = _cut(problem, starts, most_tokens)
     if not problem.plan_settings.plans_cp_sizes or lockstep:
         return found
@@ -390,16 +375,11 @@ def _in_segments(
     # takes as long there, both, as they may differ in the pipeline.
     one_stage, limit = problem.on_one_stage(), problem.plan_settings.max_cp_size
     starts = []
-    while limit > 1:
-        try:
-            start = _shared_start(one_stage, limit)
-        except PlanError:
-            # The cap asks for micro-batches that more ranks share.
-            break
-        searched = _searched(start, limit)
+    # The cap may ask for micro-batches that more ranks share than a limit allows.
+    while limit > 1 and (shared := _if_possible(_shared_start, one_stage, limit)):
+        searched = _searched(*shared, limit)
         starts.append(searched.arrangement)
-        if start.makespan_ms == searched.makespan_ms:
-            starts.append(start.arrangement)
+        starts += [each.arrangement for each in shared if each.makespan_ms == searched.makespan_ms]
         limit //= 2
     return found + _cut(problem, starts, most_tokens)
 
