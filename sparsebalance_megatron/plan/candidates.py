@@ -36,11 +36,12 @@ from sparsebalance_megatron.plan.budgets.policy import tune
 from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import imbalance, rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
-from sparsebalance_megatron.plan.search.annealing import anneal
+from sparsebalance_megatron.plan.search.annealing import Annealing
 from sparsebalance_megatron.plan.search.balance import arrival, balanced, packed_rows
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.search.segments import SegmentSearch
+from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 LEAST_GAIN = 0.99
@@ -210,20 +211,16 @@ def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Ca
     problem = start.problem
     job, packed = problem.job, len(problem.lengths_tokens) > problem.job.places
     limit = _WITH_CP_SIZES if max_cp_size > 1 else _PACKED if packed else _ONE_SAMPLE_EACH
-    found = anneal(
-        start.arrangement,
-        problem.costs,
-        problem.expected_2SX,
-        rules=Rules(
-            cap_tokens=problem.cap_tokens,
-            max_cp_size=max_cp_size,
-            lockstep_ranks=job.lockstep_ranks,
-        ),
-        plan_ms=effort * problem.search_ms(start.makespan_ms, limit.share_of_step),
-        enough_ms=limit.ratio_to_bound * _bound_ms(problem, max_cp_size),
-        spends_all=problem.plan_settings.config.plan_ms is not None,
+    rules = Rules(
+        cap_tokens=problem.cap_tokens, max_cp_size=max_cp_size, lockstep_ranks=job.lockstep_ranks
     )
-    return Candidate.of(problem, found)
+    plan_ms = effort * problem.search_ms(start.makespan_ms, limit.share_of_step)
+    search = Annealing(
+        start.arrangement, problem.costs, problem.expected_2SX, rules, SearchEffort(plan_ms)
+    )
+    enough_ms = limit.ratio_to_bound * _bound_ms(problem, max_cp_size)
+    spends_all = problem.plan_settings.config.plan_ms is not None
+    return Candidate.of(problem, search.best(enough_ms, spends_all))
 
 
 def _bound_ms(problem: StepProblem, max_cp_size: int) -> float:

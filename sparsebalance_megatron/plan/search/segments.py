@@ -3,30 +3,17 @@
 
 A group are the ranks that begin every layer together, or that meet in micro-batches which they
 share, or one rank where none waits for another. Its rows are the micro-batches of its members at
-one position. The step ends with the last group.
-
-1. *State.* For every group an order of its rows, and a number of segments for each row. The number
-   decides the cuts: pieces of nearly equal ms (:mod:`..segments`). Ranks that begin every layer
-   together are one pipeline, and all members of a row have the number. Ranks that meet are a
-   pipeline each: the member with most work has the number, the others in proportion to their work.
-2. *Start.* Rows as they are placed, each in one piece; and for several numbers of segments of a
-   group up to five orders, in which rows have numbers in proportion to their work. Every group
-   takes the start that ends first.
-3. *Moves*, all of the slowest group. A row has one segment more or less. Two rows change places.
-   Where no ranks wait or meet, a sample is exchanged for a shorter one of a faster rank.
-4. *Objective.* When the slowest group ends. No group may hold more tokens on its first stage than
-   the limit.
-5. *Stop.* A round of moves makes the step no shorter, or the search has simulated as many
-   operations as it may (:mod:`..search_effort`), so that all ranks find the same.
-
-These moves are not those of :mod:`.annealing`: a candidate has operations of its own, so that it
-costs many times as much, and all moves of the group that ends the step are tried, not drawn.
+one position. The number of segments of a row decides its cuts: pieces of nearly equal ms
+(:mod:`..segments`). Ranks that begin every layer together are one pipeline, and all members of a
+row have the number. Ranks that meet are a pipeline each: the member with most work has the number,
+the others in proportion to their work.
 
 Shape legend: U segments, X candidates.
 """
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -88,9 +75,9 @@ class SegmentSearch:
         self._places = Places(problem.costs, problem.expected_LS, self._config.max_segments)
         self._work_of: list[float] = self._places.work_S.tolist()
         self._share_W = problem.costs.share_W.tolist()
-        self._limits: dict[Row, tuple[float, int]] = {}
         self._cuts: dict[tuple[int, Row, int], tuple[Cut, ...]] = {}
-        self._starts_of: dict[tuple[Row, int], tuple[Starts, ...]] = {}
+        self._work_and_tokens = cache(self._most_work_and_tokens)
+        self._starts_of = cache(self._cut_by_work)
         step_ms = rounded_ms(problem.makespans_ms(problem.expected_LS, whole).max())
         self._effort = SearchEffort(problem.search_ms(step_ms, _SHARE_OF_STEP))
         self._waiting = problem.job.lockstep_ranks
@@ -117,17 +104,16 @@ class SegmentSearch:
                 break
         return self._arranged(found), _slowest(found).ms
 
-    def _work_and_limit(self, row: Row) -> tuple[float, int]:
-        """Ms of the member that has most work, and segments that any member has enough tokens
-        for."""
-        if row not in self._limits:
-            tokens_of, least = self._problem.lengths_tokens, self._config.segment_tokens
-            most = max(sum(tokens_of[sample] for sample in samples) for samples in row) // least
-            self._limits[row] = (
-                max(self._work_ms(row, samples) for samples in row),
-                max(1, min(self._config.max_segments, most)),
-            )
-        return self._limits[row]
+    def _most_work_and_tokens(self, row: Row) -> tuple[float, int]:
+        """Ms of the member that has most work, and tokens of the one that has most."""
+        tokens_of = self._problem.lengths_tokens
+        most_tokens = max(sum(tokens_of[sample] for sample in samples) for samples in row)
+        return max(self._work_ms(row, samples) for samples in row), most_tokens
+
+    def _limit(self, row: Row) -> int:
+        """Segments that any member of a row has enough tokens for."""
+        enough = self._work_and_tokens(row)[1] // self._config.segment_tokens
+        return max(1, min(self._config.max_segments, enough))
 
     def _work_ms(self, row: Row, samples: MicroBatch) -> float:
         """Ms of a member's share."""
@@ -140,7 +126,7 @@ class SegmentSearch:
         they are, work falling, work rising."""
         rows = self._rows[group]
         by_row = sorted(rows)
-        ms_1M = np.array([[self._work_and_limit(row)[0] for row in by_row]])
+        ms_1M = np.array([[self._work_and_tokens(row)[0] for row in by_row]])
         up, down, *ends = ([by_row[m] for m in order_M] for order_M in shaped_orders(ms_1M)[0])
         pipelines = sum(map(len, self._groups)) // self._waiting
         segments = pipelines * sum(_SEGMENTS_PER_GROUP) // len(_SEGMENTS_PER_GROUP)
@@ -155,7 +141,8 @@ class SegmentSearch:
 
     def _in_segments(self, order: Sequence[Row], segments: int) -> _Order:
         """Rows with their shares of the segments of a group, by work."""
-        work_ms, limits = np.array(list(map(self._work_and_limit, order))).T
+        work_ms = np.array([self._work_and_tokens(row)[0] for row in order])
+        limits = list(map(self._limit, order))
         numbers = np.rint(segments / work_ms.sum() * work_ms).clip(1, limits)
         return tuple(zip(order, numbers.astype(np.int64).tolist(), strict=True))
 
@@ -167,7 +154,7 @@ class SegmentSearch:
             moved += [
                 (*order[:place], (row, number), *order[place + 1 :])
                 for number in (segments - 1, segments + 1)
-                if 1 <= number <= self._work_and_limit(row)[1]
+                if 1 <= number <= self._limit(row)
             ]
         pairs = itertools.combinations(range(len(order)), 2)
         for one, other in itertools.islice(pairs, _MAX_SWAPS):
@@ -232,7 +219,7 @@ class SegmentSearch:
     def _new_cuts(self, keys: Sequence[tuple[int, Row, int]]) -> Iterable[tuple[Cut, ...]]:
         held = [
             (
-                *(members, self._segment_starts(row, segments)[first : first + len(members)]),
+                *(members, self._starts_of(row, segments)[first : first + len(members)]),
                 *(self._groups[group].start + first, row.count(members[0])),
             )
             for group, row, segments in keys
@@ -251,14 +238,9 @@ class SegmentSearch:
         first."""
         return list(zip(itertools.count(0, self._waiting), itertools.batched(row, self._waiting)))
 
-    def _segment_starts(self, row: Row, segments: int) -> tuple[Starts, ...]:
-        """Where segments begin, by member; in lockstep all have as many."""
-        if (row, segments) not in self._starts_of:
-            self._starts_of[row, segments] = self._cut_by_work(row, segments)
-        return self._starts_of[row, segments]
-
     def _cut_by_work(self, row: Row, segments: int) -> tuple[Starts, ...]:
-        least, (most_ms, _) = self._config.segment_tokens, self._work_and_limit(row)
+        """Where segments begin, by member; in lockstep all have as many."""
+        least, (most_ms, _) = self._config.segment_tokens, self._work_and_tokens(row)
         found: list[Starts] = []
         for _, members in self._pipelines(row):
             work_ms = max(self._work_ms(row, samples) for samples in members)
@@ -280,7 +262,7 @@ class SegmentSearch:
 
     def _trades(self, slowest: _Candidate, other: _Candidate) -> list[list[_Candidate]]:
         """Both ranks after the trades that bring their work nearest, under the cap of tokens."""
-        work_of, tokens_of = self._work_of, self._problem.lengths_tokens
+        work_of = self._work_of
         own, theirs = (
             [sample for (samples,), _ in each.order for sample in samples]
             for each in (slowest, other)
@@ -294,7 +276,7 @@ class SegmentSearch:
         found = []
         for _, give, take in pairs[:_TRADES]:
             instead = {give: take, take: give}
-            trade, most_tokens = [], 0
+            trade = []
             for each in (slowest, other):
                 rows: list[Row] = [
                     (tuple(sorted(instead.get(sample, sample) for sample in samples)),)
@@ -302,9 +284,8 @@ class SegmentSearch:
                 ]
                 segments = sum(number for _, number in each.order)
                 trade.append(each._replace(order=self._in_segments(rows, segments)))
-                held = max(sum(tokens_of[sample] for sample in samples) for (samples,) in rows)
-                most_tokens = max(most_tokens, held)
-            if most_tokens <= self._problem.cap_tokens:
+            tokens = [self._work_and_tokens(row)[1] for each in trade for row, _ in each.order]
+            if max(tokens) <= self._problem.cap_tokens:
                 found.append(trade)
         return found
 
@@ -314,18 +295,17 @@ class SegmentSearch:
         starts: list[tuple[Starts, ...]] = []
         cp_sizes: list[list[int]] = []
         for candidate in sorted(found, key=lambda each: self._groups[each.group].start):
+            starts += zip(*itertools.starmap(self._starts_of, candidate.order), strict=True)
             rows = [row for row, _ in candidate.order]
-            of_rows = [self._segment_starts(*each) for each in candidate.order]
-            starts += zip(*of_rows, strict=True)
             for member in range(len(rows[0])):
-                first_here = [row.index(row[member]) == member for row in rows]
+                cp_sizes.append([row.count(row[member]) for row in rows])
+                is_first = [row.index(row[member]) == member for row in rows]
                 samples.append(
                     tuple(
-                        row[member] if here else ()
-                        for row, here in zip(rows, first_here, strict=True)
+                        row[member] if first else ()
+                        for row, first in zip(rows, is_first, strict=True)
                     )
                 )
-                cp_sizes.append([row.count(row[member]) for row in rows])
         return Arrangement(
             samples=tuple(samples),
             cp_sizes_RM=np.array(cp_sizes),
