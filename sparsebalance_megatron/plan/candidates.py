@@ -24,7 +24,6 @@ context-parallel size are placed on the job whose ranks are its context-parallel
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -62,19 +61,12 @@ _FALL_TO_ENDS = 0.85
 """How much lower than a row in the middle of the schedule one at its very end is, as a share."""
 
 
-class _Limit(NamedTuple):
-    """What a search may take, as a share of the step's time, during the step before; and within
-    which ratio of the lower bound it ends."""
-
-    share_of_step: float
-    ratio_to_bound: float
-
-
-_ONE_SAMPLE_EACH = _Limit(0.02, 1.001)
-_PACKED = _Limit(0.06, 1.001)
-"""Several samples a micro-batch: there are more placements to tell apart."""
-_WITH_CP_SIZES = _Limit(0.10, 1.005)
-"""Ranks that wait for one another are simulated together, few candidates at a time."""
+_SHARE_OF_STEP, _SHARE_PACKED, _SHARE_WITH_CP_SIZES = 0.02, 0.06, 0.10
+"""What a search may take of the step's time, during the step before: with one sample a micro-batch;
+with several, where there are more placements to tell apart; and where ranks that wait for one
+another are simulated together, few candidates at a time."""
+_RATIO_TO_BOUND, _RATIO_TO_BOUND_WITH_CP_SIZES = 1.001, 1.005
+"""Within which ratio of the lower bound a search ends."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -209,16 +201,20 @@ def _placed(problem: StepProblem, batching: Batching) -> Candidate:
 def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Candidate:
     """What the search makes of a start, with a part of the effort that one search may take."""
     problem = start.problem
-    job, packed = problem.job, len(problem.lengths_tokens) > problem.job.places
-    limit = _WITH_CP_SIZES if max_cp_size > 1 else _PACKED if packed else _ONE_SAMPLE_EACH
+    job = problem.job
+    share, ratio = _SHARE_OF_STEP, _RATIO_TO_BOUND
+    if max_cp_size > 1:
+        share, ratio = _SHARE_WITH_CP_SIZES, _RATIO_TO_BOUND_WITH_CP_SIZES
+    elif len(problem.lengths_tokens) > job.places:
+        share = _SHARE_PACKED
     rules = Rules(
         cap_tokens=problem.cap_tokens, max_cp_size=max_cp_size, lockstep_ranks=job.lockstep_ranks
     )
-    plan_ms = effort * problem.search_ms(start.makespan_ms, limit.share_of_step)
+    plan_ms = effort * problem.search_ms(start.makespan_ms, share)
     search = Annealing(
         start.arrangement, problem.costs, problem.expected_2SX, rules, SearchEffort(plan_ms)
     )
-    enough_ms = limit.ratio_to_bound * _bound_ms(problem, max_cp_size)
+    enough_ms = ratio * _bound_ms(problem, max_cp_size)
     spends_all = problem.plan_settings.config.plan_ms is not None
     return Candidate.of(problem, search.best(enough_ms, spends_all))
 

@@ -17,7 +17,6 @@ import itertools
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.moves import Drawing, Kind, Moves, Rules
@@ -106,12 +105,10 @@ class Annealing:
                 place_S, cp_size_J = self.state.place_S.copy(), self.state.cp_size_J.copy()
         return Arrangement.of_places(place_S, cp_size_J.reshape(self.state.cp_sizes_RM.shape))
 
-    def _simulate(self, ms_IWMF: np.ndarray, cp_sizes_IWM: np.ndarray | None) -> np.ndarray:
+    def _simulate(self, ms_IWMF: np.ndarray, cp_sizes_IWM: np.ndarray) -> np.ndarray:
         """[I, W] makespans of the ranks of pairs."""
         moves, ranks, positions, _ = ms_IWMF.shape
         members = self.rules.lockstep_ranks
-        if cp_sizes_IWM is None:
-            cp_sizes_IWM = unshared(moves * ranks, positions).reshape(moves, ranks, positions)
         if members > 1:
             self.effort.spend(ms_IWMF.size // _MEMBER_TIMES_PER_OPERATION)
             ms_IWMF = self.contents.joined(ms_IWMF.reshape(moves, -1, members, *ms_IWMF.shape[2:]))
@@ -184,15 +181,13 @@ class Annealing:
 
     def _after(
         self, moves: Moves, ranks_EW: np.ndarray, made_IYF: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Times and cp_sizes of the ranks of every move's pair after it; None where none share."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Times and cp_sizes of the ranks of every move's pair after it."""
         state, members = self.state, self.rules.group_ranks
         local_R = np.zeros(state.ranks, dtype=np.int64)
         local_R[ranks_EW] = np.arange(ranks_EW.shape[1])
         ranks_IW = ranks_EW[moves.pair_I]
-        ms_IWMF = state.ms_RMF[ranks_IW]
-        shared = self.rules.max_cp_size > 1
-        cp_sizes_IWM = state.cp_sizes_RM[ranks_IW] if shared else None
+        ms_IWMF, cp_sizes_IWM = state.ms_RMF[ranks_IW], state.cp_sizes_RM[ranks_IW]
         position_I2 = np.stack([moves.a_I, moves.b_I], axis=1) % state.positions
         group_I2 = np.stack([moves.a_I, moves.b_I], axis=1) // (state.positions * members)
         together_I = (moves.kind_I == Kind.POSITIONS) & (group_I2[:, 0] == group_I2[:, 1])
@@ -202,15 +197,13 @@ class Annealing:
             rank, position = np.divmod(moves.place_IY[i, y], state.positions)
             w = local_R[rank] + offset
             ms_IWMF[i, w, position] = made_IYF[i, y]
-            if cp_sizes_IWM is not None:
-                cp_sizes_IWM[i, w, position] = cp_size_IY[i, y]
+            cp_sizes_IWM[i, w, position] = cp_size_IY[i, y]
         exchange = np.flatnonzero(together_I)
         i = exchange[:, None, None]
         w = local_R[group_I2[exchange, :1] * members + np.arange(members)][..., None]
         here, there = position_I2[exchange, None], position_I2[exchange, None, ::-1]
-        ms_IWMF[i, w, here] = ms_IWMF[i, w, there]
-        if cp_sizes_IWM is not None:
-            cp_sizes_IWM[i, w, here] = cp_sizes_IWM[i, w, there]
+        for values_IWM in (ms_IWMF, cp_sizes_IWM):
+            values_IWM[i, w, here] = values_IWM[i, w, there]
         return ms_IWMF, cp_sizes_IWM
 
     def _tolerance(self) -> float:

@@ -195,50 +195,28 @@ def packed_rows(
     order_S = np.argsort(-weights_S, kind="stable")
     if len(order_S) < bins:
         return []
+    floor_J = np.zeros(bins) if floors_X is None else np.repeat(floors_X, members)
     packings = []
     for first in dict.fromkeys((0, len(order_S) - bins)):
-        opening = slice(first, first + bins)
-        bin_S = _filled(weights_S, tokens_S, order_S, opening, members, cap_tokens, floors_X)
-        if bin_S is None:
-            continue
-        samples: list[list[int]] = [[] for _ in range(bins)]
-        for sample, chosen in enumerate(bin_S.tolist()):
-            samples[chosen].append(sample)
-        load_XW = np.bincount(bin_S, weights_S).reshape(rows, members)
-        order_XW = np.argsort(-load_XW, axis=1, kind="stable") + members * np.arange(rows)[:, None]
-        packings.append(
-            [[tuple(samples[chosen]) for chosen in of_row] for of_row in order_XW.tolist()]
-        )
+        opening_J, others_S = np.split(np.roll(order_S, -first), [bins])
+        load_J, used_J = weights_S[opening_J].astype(np.float64), tokens_S[opening_J]
+        held_J = [[sample] for sample in opening_J.tolist()]
+        for sample in others_S.tolist():
+            height_J = np.repeat(load_J.reshape(-1, members).max(axis=1), members)
+            over_J = load_J + weights_S[sample] - np.maximum(height_J, floor_J)
+            has_room_J = used_J + tokens_S[sample] <= cap_tokens
+            grows_J = np.where(has_room_J, np.maximum(over_J, 0.0), np.inf)
+            chosen = int(np.where(grows_J <= grows_J.min(), over_J, -np.inf).argmax())
+            held_J[chosen].append(sample)
+            load_J[chosen] += weights_S[sample]
+            used_J[chosen] += tokens_S[sample]
+        if used_J.max() <= cap_tokens:
+            order_XW = np.argsort(-load_J.reshape(rows, members), axis=1, kind="stable")
+            order_XW += members * np.arange(rows)[:, None]
+            packings.append(
+                [
+                    [tuple(sorted(held_J[chosen])) for chosen in of_row]
+                    for of_row in order_XW.tolist()
+                ]
+            )
     return packings
-
-
-def _filled(
-    weights_S: np.ndarray,
-    tokens_S: np.ndarray,
-    order_S: np.ndarray,
-    opening: slice,
-    members: int,
-    cap_tokens: int,
-    floors_X: np.ndarray | None,
-) -> np.ndarray | None:
-    """The bin of every sample; None where one finds no room."""
-    first = order_S[opening]
-    bin_S = np.empty(len(order_S), dtype=np.int64)
-    bin_S[first] = np.arange(len(first))
-    load_J, used_J = weights_S[first].astype(np.float64), tokens_S[first].copy()
-    if used_J.max() > cap_tokens:
-        return None
-    floor_J = np.repeat(np.zeros(len(first) // members) if floors_X is None else floors_X, members)
-    for sample in np.delete(order_S, opening).tolist():
-        weight, tokens = weights_S[sample], tokens_S[sample]
-        height_J = np.repeat(load_J.reshape(-1, members).max(axis=1), members)
-        over_J = load_J + weight - np.maximum(height_J, floor_J)
-        grows_J = np.where(used_J + tokens > cap_tokens, np.inf, np.maximum(over_J, 0.0))
-        least = grows_J.min()
-        if not np.isfinite(least):
-            return None
-        chosen = int(np.where(grows_J <= least, over_J, -np.inf).argmax())
-        bin_S[sample] = chosen
-        load_J[chosen] += weight
-        used_J[chosen] += tokens
-    return bin_S
