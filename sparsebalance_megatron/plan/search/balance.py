@@ -210,6 +210,7 @@ def packed_rows(
             held_J[chosen].append(sample)
             load_J[chosen] += weights_S[sample]
             used_J[chosen] += tokens_S[sample]
+        # A sample that found no room has made its bin exceed the cap.
         if used_J.max() <= cap_tokens:
             order_XW = np.argsort(-load_J.reshape(rows, members), axis=1, kind="stable")
             order_XW += members * np.arange(rows)[:, None]
