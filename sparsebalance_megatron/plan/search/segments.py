@@ -12,7 +12,7 @@ Shape legend: U segments, X candidates.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -49,6 +49,8 @@ those first that bring their work nearest."""
 
 _Order = tuple[tuple[Row, int], ...]
 """Rows of a group in order, and the segments of each."""
+_Part = tuple[Row, tuple[Starts, ...], int, int]
+"""Members of a row in one pipeline, where their segments begin, their first rank and cp_size."""
 
 
 class _Candidate(NamedTuple):
@@ -75,9 +77,10 @@ class SegmentSearch:
         self._places = Places(problem.costs, problem.expected_LS, self._config.max_segments)
         self._work_of: list[float] = self._places.work_S.tolist()
         self._share_W = problem.costs.share_W.tolist()
-        self._cuts: dict[tuple[int, Row, int], tuple[Cut, ...]] = {}
+        self._cuts: dict[_Part, Cut] = {}
         self._work_and_tokens = cache(self._most_work_and_tokens)
         self._starts_of = cache(self._cut_by_work)
+        self._parts = cache(self._parts_of_pipelines)
         step_ms = rounded_ms(problem.makespans_ms(problem.expected_LS, whole).max())
         self._effort = SearchEffort(problem.search_ms(step_ms, _SHARE_OF_STEP))
         self._waiting = problem.job.lockstep_ranks
@@ -185,19 +188,12 @@ class SegmentSearch:
         self._effort.spend(self._operations(sum(map(sum, segments_RM))))
         cp_sizes_RM = None
         if len(pipelines) > len(cuts):
-            cp_sizes = [
-                [[row.count(samples) for samples in row] for row, _ in candidate.order]
-                for candidate in candidates
-            ]
-            cp_sizes_RM = np.concatenate([np.array(rows).T for rows in cp_sizes])
+            orders = [[list(map(row.count, row)) for row, _ in each.order] for each in candidates]
+            cp_sizes_RM = np.concatenate([np.array(rows).T for rows in orders])
         every_cut = list(itertools.chain.from_iterable(pipelines))
-        ms_2UP, tokens_U = (
-            joined_2UP(every_cut),
-            np.concatenate([cut.tokens_U for cut in every_cut]),
-        )
-        times = OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM)
+        times = OperationTimes.of_segments(segments_RM, joined_2UP(every_cut), cp_sizes_RM)
         order, ms_R = times.graph.order, makespans_ms(times)
-        held_O = tokens_in_flight(order, tokens_U)[0]
+        held_O = tokens_in_flight(order, np.concatenate([cut.tokens_U for cut in every_cut]))[0]
         tokens_R = np.maximum.reduceat(held_O, 2 * order.first_R)
         firsts = [0, *itertools.accumulate(len(rows[0]) for rows in cuts[:-1])]
         ms, tokens = (np.maximum.reduceat(each_R, firsts).tolist() for each_R in (ms_R, tokens_R))
@@ -209,40 +205,32 @@ class SegmentSearch:
 
     def _cut(self, candidates: Sequence[_Candidate]) -> list[list[tuple[Cut, ...]]]:
         """What the rows of candidates take in each pipeline of their group."""
-        wanted = [[(group, *each) for each in order] for _, group, order in candidates]
-        keys = dict.fromkeys(itertools.chain.from_iterable(wanted))
-        new = [key for key in keys if key not in self._cuts]
+        wanted = [[self._parts(group, *each) for each in order] for _, group, order in candidates]
+        every_part = itertools.chain.from_iterable(itertools.chain.from_iterable(wanted))
+        new = [part for part in dict.fromkeys(every_part) if part not in self._cuts]
         if new:
-            self._cuts.update(zip(new, self._new_cuts(new), strict=True))
-        return [[self._cuts[key] for key in of_order] for of_order in wanted]
-
-    def _new_cuts(self, keys: Sequence[tuple[int, Row, int]]) -> Iterable[tuple[Cut, ...]]:
-        held = [
-            (
-                *(members, self._starts_of(row, segments)[first : first + len(members)]),
-                *(self._groups[group].start + first, row.count(members[0])),
-            )
-            for group, row, segments in keys
-            for first, members in self._pipelines(row)
-            if row.index(members[0]) == first
+            costs, budgets_LS = self._problem.costs, self._problem.expected_LS
+            cuts = row_cuts(costs, budgets_LS, *zip(*new, strict=True))
+            self._cuts.update(zip(new, cuts, strict=True))
+        return [
+            [tuple(map(self._cuts.__getitem__, parts)) for parts in of_order] for of_order in wanted
         ]
-        costs, budgets_LS = self._problem.costs, self._problem.expected_LS
-        cuts = iter(row_cuts(costs, budgets_LS, *zip(*held, strict=True)))
-        for _, row, _ in keys:
-            pipelines = [members for _, members in self._pipelines(row)]
-            cut_of = {members: next(cuts) for members in dict.fromkeys(pipelines)}
-            yield tuple(cut_of[members] for members in pipelines)
 
-    def _pipelines(self, row: Row) -> list[tuple[int, Row]]:
-        """The members of a row that wait for one another in every layer, with the number of the
-        first."""
-        return list(zip(itertools.count(0, self._waiting), itertools.batched(row, self._waiting)))
+    def _parts_of_pipelines(self, group: int, row: Row, segments: int) -> list[_Part]:
+        """The part of a row in each pipeline; of a micro-batch that pipelines share, the first."""
+        starts, parts = self._starts_of(row, segments), []
+        for members in itertools.batched(row, self._waiting):
+            first = row.index(members[0])
+            starts_here = starts[first : first + len(members)]
+            rank = self._groups[group].start + first
+            parts.append((members, starts_here, rank, row.count(members[0])))
+        return parts
 
     def _cut_by_work(self, row: Row, segments: int) -> tuple[Starts, ...]:
         """Where segments begin, by member; in lockstep all have as many."""
         least, (most_ms, _) = self._config.segment_tokens, self._work_and_tokens(row)
         found: list[Starts] = []
-        for _, members in self._pipelines(row):
+        for members in itertools.batched(row, self._waiting):
             work_ms = max(self._work_ms(row, samples) for samples in members)
             number = max(1, round(segments * work_ms / most_ms))
             found += self._places.starts(members, number, least, row.count(members[0]))
