@@ -186,8 +186,9 @@ class CostModel:
 
     @property
     def with_model_attention(self) -> "CostModel":
-        """A model whose dense attention is counted as the model's own; as it is where measured."""
-        if self.efficiency is None:
+        """A model whose dense attention is counted as the model's own, but in segments; as it is
+        where measured."""
+        if self.efficiency is None or self.efficiency.dense == OF_MODEL_ATTENTION:
             return self
         counted, own = self.efficiency, replace(self.efficiency, dense=OF_MODEL_ATTENTION)
 
@@ -200,6 +201,10 @@ class CostModel:
             self,
             forward_ms=with_own(self.forward_ms),
             backward_ms=with_own(self.backward_ms),
+            segments=replace(
+                self.segments,
+                dense_slowness=self.segments.dense_slowness * own.dense / counted.dense,
+            ),
             efficiency=own,
             source=self.source.replace(str(counted), str(own)),
         )

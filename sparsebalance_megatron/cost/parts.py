@@ -53,10 +53,12 @@ class SegmentCost:
         slowness: time of the segments of a sample over its time in one piece, at least 1.
         operation_ms: forward and backward ms that every operation takes beside a micro-batch's
             constant, in a step that runs in segments.
+        dense_slowness: of dense attention besides, where in one piece the model's own runs.
     """
 
     slowness: Annotated[float, Meta(ge=1.0, le=1e3)] = 1.03
     operation_ms: tuple[OperationMs, OperationMs] = (0.3, 0.6)
+    dense_slowness: Annotated[float, Meta(ge=1.0, le=1e3)] = 1.0
 
     def times(self, factor: float) -> "SegmentCost":
         """These costs where segments take ``factor`` times as long, at least as long as one

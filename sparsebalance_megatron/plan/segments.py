@@ -199,7 +199,9 @@ def _pieces(
     start_A = np.union1d(start_I, start_U)
     place_A = np.searchsorted(start_I, start_A, side="right") - 1
     bounds_2A = np.stack([start_A, np.append(start_A[1:], start_I[-1] + blocks_I[-1])])
-    tokens_2A, ms = _prefix(costs, budgets_LS, sample_I[place_A], bounds_2A - start_I[place_A])
+    is_cut_I = np.repeat(segments_M > 1, list(map(len, micro_batches)))
+    held_A = sample_I[place_A], bounds_2A - start_I[place_A], is_cut_I[place_A]
+    tokens_2A, ms = _prefix(costs, budgets_LS, *held_A)
     piece_U = np.searchsorted(start_A, start_U)
     work = np.add.reduceat(ms[..., 1, :, :] - ms[..., 0, :, :], piece_U, axis=-2)
     slowness_M = np.where(segments_M > 1, costs.segments.slowness, 1.0) * costs.share_W[cp_size_M]
@@ -210,12 +212,19 @@ def _pieces(
 
 
 def _prefix(
-    costs: StepCosts, budgets_LS: np.ndarray, sample_A: np.ndarray, blocks_YA: np.ndarray
+    costs: StepCosts,
+    budgets_LS: np.ndarray,
+    sample_A: np.ndarray,
+    blocks_YA: np.ndarray,
+    is_cut_A: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [Y, A] of the first blocks of samples and, at budgets [..., L, S], their ms
-    [..., 2, Y, A, X], in one piece.
+    [..., 2, Y, A, X].
 
     What a micro-batch and a sequence cost whatever their length is not in it.
+
+    Args:
+        is_cut_A: whether dense attention is that of micro-batches in several segments.
     """
     tokens_YA = np.minimum(blocks_YA * costs.block_size, costs.lengths_tokens_S[sample_A])
     length_YA = tokens_YA / costs.block_size
@@ -234,6 +243,7 @@ def _prefix(
     pairs_XYA = pairs_QXYA.reshape(*levels, columns_X, *length_YA.shape)
     visible_YA = costs.work.visible_pairs(length_YA)
     dense_AX, pair_2X = costs.dense_SX[sample_A], costs.pair_2C[:, costs.chunk_of_X]
+    cut_2AX = (dense_AX * is_cut_A[:, None]) * costs.cut_dense_2X[:, None]
 
     def ms_2AX(feature: int, sparse: float = 1.0) -> np.ndarray:
         sparse_21X, denser_21X = (
@@ -243,7 +253,7 @@ def _prefix(
 
     return tokens_YA, (
         tokens_YA[..., None] * ms_2AX(TOKENS)[:, None]
-        + visible_YA[..., None] * ms_2AX(VISIBLE)[:, None]
+        + visible_YA[..., None] * (cut_2AX + ms_2AX(VISIBLE))[:, None]
         # What a piece costs whatever its length is added for each.
         + (tokens_YA > 0)[..., None] * ms_2AX(SEQUENCES, sparse=0.0)[:, None]
         + np.moveaxis(pairs_XYA, -3, -1)[..., None, :, :, :] * pair_2X[:, None, None]
@@ -264,7 +274,8 @@ class Places:
         places = max(_LEAST_PLACES, _PLACES_PER_SEGMENT * max_segments)
         blocks_XS = np.rint(costs.blocks_S * (np.arange(places + 1) / places)[:, None])
         blocks_XS = blocks_XS.astype(np.int64)
-        _, ms_2XSP = _prefix(costs, budgets_LS, np.arange(len(costs.blocks_S)), blocks_XS)
+        every_S = np.arange(len(costs.blocks_S))
+        _, ms_2XSP = _prefix(costs, budgets_LS, every_S, blocks_XS, every_S >= 0)
         self._costs = costs
         # What a dense sample saves whatever its length, it saves wherever it is cut.
         saved_S = costs.dense_SX @ costs.denser_2XF[..., SEQUENCES].clip(None, 0.0).sum(axis=0)

@@ -134,6 +134,13 @@ class StepCosts:
         """Ms of receiving the keys and values of a token."""
         return self.exchange_2[:, None] * self._layers_X
 
+    @property
+    def cut_dense_2X(self) -> np.ndarray:
+        """How much longer dense attention to a visible block pair takes where its micro-batch is
+        cut."""
+        dense_2C = (self.layer_2CF + self.denser_2CF)[..., VISIBLE]
+        return (self.segments.dense_slowness - 1.0) * dense_2C[:, self.chunk_of_X]
+
     @cached_property
     def dense_SX(self) -> np.ndarray:
         """Numbers of layers of each column that attend to each sample densely."""

@@ -92,9 +92,12 @@ def test_counted_rates_are_those_of_the_kernels_that_run(selection: str, tokens:
         cost = job.cost_model(config, {})
         exact = of_model.cost_model(replace(config, layer_budgets="dense:all", tuning="off"), {})
         assert of_model.cost_model(config, {}).forward_ms == exact.forward_ms
-        for changes in ({"dense_attention": "torch"}, {"max_segments": 2}, {"attention": "blocks"}):
+        for changes in ({"dense_attention": "torch"}, {"attention": "blocks"}):
             other = of_model.cost_model(replace(config, **changes), {})
             assert other.forward_ms == cost.forward_ms
+        cuts = of_model.cost_model(replace(config, max_segments=2), {})
+    assert cuts.forward_ms == exact.forward_ms and cost.segments.dense_slowness == 1.0
+    assert cuts.segments.dense_slowness == pytest.approx(0.58 / 0.33), "in segments torch's runs"
     assert with_dense_length(config, cost, 1 << 20).dense_up_to_tokens == tokens
     assert crossing_tokens(exact, 32, 1 << 20) > tokens
     assert exact == exact.with_model_attention

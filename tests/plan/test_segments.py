@@ -24,7 +24,7 @@ from plan.plan_cases import (
 )
 
 from sparsebalance_megatron.cost.model import StageScales
-from sparsebalance_megatron.cost.parts import SegmentCost
+from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.pipeline.graph import graph_of
@@ -33,7 +33,7 @@ from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.segments import SegmentSearch
 from sparsebalance_megatron.plan.segments import Places, row_cuts
-from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.step_costs import VISIBLE, step_costs
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
 STAGES = 3
@@ -56,9 +56,10 @@ def test_makespans_of_candidates_are_those_of_each_alone(segments_M, stages, see
     seed=st.integers(0, 99),
 )
 def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
-    """Without costs of cutting, what segments take is what the samples take in one piece."""
+    """Without other costs of cutting than a slower dense attention, what segments take is what the
+    samples take in one piece."""
     job = job_shape(1, 1, stages=STAGES)
-    cost = replace(cost_model(), segments=FREE)
+    cost = replace(cost_model(), segments=replace(FREE, dense_slowness=1.5))
     dense_LS = np.random.default_rng(seed + 1).random((job.layers, len(lengths))) < 0.3
     costs = step_costs(lengths, job, cost, StageScales.ones(STAGES, 1), dense_LS)
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(lengths)))
@@ -77,6 +78,11 @@ def test_segments_add_up_to_the_micro_batch(lengths, segments, seed):
     ends_S = np.cumsum(costs.blocks_S)
     crossed = sum(int(block not in {0, *ends_S.tolist()}) for block in starts)
     expected_2P = whole_2P + (pieces - 1) * costs.constant_2C + crossed * costs.sequence_2X
+    if pieces > 1:
+        visible_S = costs.work.visible_pairs(costs.length_blocks_S)
+        visible_P = [visible_S @ dense_LS[layers].sum(axis=0) for ((*layers,),) in job.stage_layers]
+        pair_2 = [cost.coefficients_ms(Part.DENSE_ATTENTION, each)[VISIBLE] for each in Direction]
+        expected_2P += 0.5 * np.outer(pair_2, visible_P)
     np.testing.assert_allclose(cut.ms_2UP.sum(axis=1), expected_2P, rtol=1e-9)
 
 
