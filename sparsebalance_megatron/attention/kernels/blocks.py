@@ -95,11 +95,9 @@ def _widened(given: Inputs) -> Inputs:
 
 def _past_blocks(given: Inputs) -> "list[GatheredLists]":
     """Past blocks, and columns where there are any."""
-    columns, (_, lists_NGK, counts_NG) = (
-        given.selection.columns,
-        without_own_blocks(given.selection),
-    )
+    _, lists_NGK, counts_NG = without_own_blocks(given.selection)
     parts = [GatheredLists(given, lists_NGK, counts_NG, given.selection.kv_layout)]
+    columns = given.selection.columns
     if columns is not None and columns.tokens_NGK.shape[2]:
         parts.append(GatheredLists(given, columns.tokens_NGK, columns.counts_NG, None))
     return parts

@@ -26,7 +26,7 @@ from sparsebalance_megatron.attention.kernels import fa4
 from sparsebalance_megatron.attention.kernels.blocks import without_own_blocks
 from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import Selection, named
 
 _TILES = {9: 128, 10: 256}
 """Keys that an entry of a list names, by compute capability."""
@@ -52,11 +52,7 @@ def transposed(lists: Sequence[Tensor], tiles: int) -> list[Tensor]:
     read it, rising."""
     of_keys = []
     for counts_G1N, entries_G1NL in itertools.batched(lists, 2):
-        place_L = torch.arange(entries_G1NL.shape[3], device=counts_G1N.device)
-        # What is past a list's end lands in an extra tile, which is cut off.
-        entries_G1NL = entries_G1NL.where(place_L < counts_G1N[..., None], tiles)
-        reads_G1NX = counts_G1N.new_zeros((*counts_G1N.shape, tiles + 1), dtype=torch.int8)
-        reads_G1XN = reads_G1NX.scatter_(3, entries_G1NL.long(), 1)[..., :-1].mT.contiguous()
+        reads_G1XN = named(entries_G1NL, counts_G1N, tiles).mT.contiguous().view(torch.int8)
         of_keys += [reads_G1XN.sum(3), reads_G1XN.argsort(dim=3, descending=True, stable=True)]
     return [x.int() for x in of_keys]
 

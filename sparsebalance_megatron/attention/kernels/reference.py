@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved, wide_dtype
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import Selection, named
 
 
 def forward(given: Inputs) -> tuple[Tensor, Tensor]:
@@ -100,26 +100,17 @@ def _mask(selection: Selection, queries: slice, keys: slice, selecting_head: int
     rows_Q = token_Q if selection.by_token else query_block_Q
     lists_QK = selection.indices_QCK[rows_Q, selecting_head]
     counts_Q = selection.counts_QC[rows_Q, selecting_head]
-    listed_QN = _named(lists_QK, counts_Q, slice(0, kv_layout.blocks))
+    listed_QN = named(lists_QK, counts_Q, kv_layout.blocks)
     place_Q = token_Q - query_layout.start_N[query_block_Q]
     place_E = token_E - kv_layout.start_N[key_block_E]
     own_QE = selection.own_block_N[query_block_Q, None] == key_block_E
     read_QE = listed_QN[:, key_block_E] & ~(own_QE & (place_E > place_Q[:, None]))
     columns = selection.columns
     if columns is not None:
-        tokens_QK = columns.tokens_NGK[query_block_Q, selecting_head]
-        read_QE |= _named(tokens_QK, columns.counts_NG[query_block_Q, selecting_head], keys)
+        tokens_QK = columns.tokens_NGK[query_block_Q, selecting_head] - keys.start
+        counts_Q = columns.counts_NG[query_block_Q, selecting_head]
+        read_QE |= named(tokens_QK, counts_Q, keys.stop - keys.start)
     return read_QE
-
-
-def _named(lists_QK: Tensor, counts_Q: Tensor, some: slice) -> Tensor:
-    """True where a list (row) names one of some numbers (column)."""
-    past_end_QK = torch.arange(lists_QK.shape[1], device=lists_QK.device) >= counts_Q[:, None]
-    # What lies past a list's end lands in an extra column.
-    numbers = some.stop - some.start
-    place_QK = (lists_QK.long() - some.start).masked_fill(past_end_QK, numbers)
-    named_QX = torch.zeros(len(place_QK), numbers + 1, dtype=torch.bool, device=lists_QK.device)
-    return named_QX.scatter_(1, place_QK, True)[:, :-1]
 
 
 def _positions(tokens: slice, like: Tensor) -> Tensor:

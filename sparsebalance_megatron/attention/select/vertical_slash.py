@@ -31,9 +31,9 @@ from sparsebalance_megatron.attention.select.ranking import (
     RankingSelector,
     best_outside,
     column_blocks,
-    read_blocks,
 )
-from sparsebalance_megatron.attention.select.summaries import check_ranked
+from sparsebalance_megatron.attention.select.summaries import check_heads
+from sparsebalance_megatron.attention.selection import named
 
 SCORES_AT_ONCE = 1 << 21
 """Scores of probes computed at once: 8 MiB in float32."""
@@ -101,7 +101,8 @@ class VerticalSlash(RankingSelector):
         Equal mass: the lower number wins. Mass that is not a number counts as none. Scores and
         sums are float32 or wider, inside ``torch.autocast`` too.
         """
-        check_ranked(q_THD, summaries.keys_TGD, layouts.kv_layout.tokens, layouts, max_budget)
+        tokens = layouts.query_layout.tokens, layouts.kv_layout.tokens
+        check_heads("rank", q_THD, tokens[0], summaries.keys_TGD, tokens[1], max_budget)
         with undisturbed(q_THD.device):
             lists = _RowLists(q_THD, summaries, layouts, softmax_scale, max_budget, observe)
             return lists.ranking()
@@ -143,7 +144,6 @@ class _RowLists:
         rank_U1 = torch.arange(1, probes + 1, device=q_THD.device)
         self._offset_U = rank_U1 * self._size // probes - 1
         self._first_block_S = layout.grid.first_block_S.tolist()
-        self._runs_of_document = _runs(layouts)
         places = min(max_budget, layout.max_blocks)
         columns = self._size * max(0, places - _ALWAYS_READ)
         rows = layouts.query_layout.blocks, heads
@@ -156,8 +156,8 @@ class _RowLists:
         self._covered_SK = torch.zeros(shape, dtype=torch.float64, device=q_THD.device)
 
     def ranking(self) -> Ranking:
-        for document in range(self._layout.documents):
-            self._rank_document(document)
+        for document, some, row in self._chunks():
+            self._rank_blocks(document, some, row)
         return Ranking(
             layouts=self._layouts,
             by_token=False,
@@ -166,37 +166,41 @@ class _RowLists:
             mass_SK=self._mass_of_budgets() if self._observe else None,
         )
 
-    def _rank_document(self, document: int) -> None:
-        first_token, end_token = self._layout.cu_seqlens[document : document + 2]
-        k_YGD = self._k_TGD[first_token:end_token]
-        first_block = self._first_block_S[document]
-        for some, row in self._chunks(document):
-            k_some = k_YGD[: some.stop * self._size]
-            blocks_JGW, columns_JGY, seen_JGY = self._masses(document, some, k_some)
-            block_order_JGW = _falling_blocks(blocks_JGW, some.start)
-            column_order_JGY, listed_JGY = self._falling_columns(columns_JGY, some.start)
-            rows = slice(row, row + some.stop - some.start)
-            blocks_JGK = self._blocks_NGK[rows, :, : some.stop]
-            number_JGK = block_order_JGW[..., : blocks_JGK.shape[2]] + first_block
-            past_end_JGK = number_JGK > self._layouts.own_block_N[rows, None, None]
-            blocks_JGK.copy_(number_JGK.masked_fill_(past_end_JGK, -1))
-            columns_JGX = self._columns_NGX[rows, :, : len(k_some)]
-            token_JGX = column_order_JGY[..., : columns_JGX.shape[2]] + first_token
-            unlisted_JGX = ~listed_JGY[..., : columns_JGX.shape[2]]
-            columns_JGX.copy_(token_JGX.masked_fill_(unlisted_JGX, -1))
-            if seen_JGY is not None:
-                order = block_order_JGW, column_order_JGY, listed_JGY
-                self._observe_blocks(document, some, seen_JGY, *order)
+    def _rank_blocks(self, document: int, some: slice, row: int) -> None:
+        """Write the lists of some blocks of a document, from a row on."""
+        first_block, first_token = self._first_block_S[document], self._layout.cu_seqlens[document]
+        k_some = self._k_TGD[first_token : self._layout.cu_seqlens[document + 1]]
+        k_some = k_some[: some.stop * self._size]
+        blocks_JGW, columns_JGY, seen_JGY = self._masses(document, some, k_some)
+        block_order_JGW = _falling_blocks(blocks_JGW, some.start)
+        column_order_JGY, listed_JGY = self._falling_columns(columns_JGY, some.start)
+        rows = slice(row, row + some.stop - some.start)
+        blocks_JGK = self._blocks_NGK[rows, :, : some.stop]
+        number_JGK = block_order_JGW[..., : blocks_JGK.shape[2]] + first_block
+        past_end_JGK = number_JGK > self._layouts.own_block_N[rows, None, None]
+        blocks_JGK.copy_(number_JGK.masked_fill_(past_end_JGK, -1))
+        columns_JGX = self._columns_NGX[rows, :, : len(k_some)]
+        token_JGX = column_order_JGY[..., : columns_JGX.shape[2]] + first_token
+        unlisted_JGX = ~listed_JGY[..., : columns_JGX.shape[2]]
+        columns_JGX.copy_(token_JGX.masked_fill_(unlisted_JGX, -1))
+        if seen_JGY is not None:
+            order = block_order_JGW, column_order_JGY, listed_JGY
+            self._observe_blocks(document, some, seen_JGY, *order)
 
-    def _chunks(self, document: int) -> Iterator[tuple[slice, int]]:
-        """Blocks of a document whose probes score few enough keys; and where their lists begin."""
-        blocks = self._layout.blocks_per_document[document]
+    def _chunks(self) -> Iterator[tuple[int, slice, int]]:
+        """A document, blocks of it whose probes score few enough keys, and where their lists
+        begin. Blocks that follow one another in both sequences are cut into as few as serve."""
+        grid, own_N = self._layout.grid, np.asarray(self._layouts.own_blocks)
+        document_N = grid.document_N[own_N]
+        breaks = np.flatnonzero((np.diff(own_N) != 1) | (np.diff(document_N) != 0)) + 1
         probes = self._offset_U.shape[0] * self._query_heads
-        at_once = max(1, self._elements_at_once // (probes * blocks * self._size))
-        for run, row in self._runs_of_document[document]:
-            for first in range(run.start, run.stop, at_once):
-                some = slice(first, min(first + at_once, run.stop))
-                yield some, row + first - run.start
+        for row, end in pairwise([0, *breaks.tolist(), len(own_N)]):
+            document, begin = int(document_N[row]), int(grid.index_N[own_N[row]])
+            keys = int(grid.blocks_S[document]) * self._size
+            at_once = max(1, self._elements_at_once // (probes * keys))
+            for first in range(row, end, at_once):
+                past = min(first + at_once, end)
+                yield document, slice(begin + first - row, begin + past - row), first
 
     def _masses(
         self, document: int, some: slice, k_YGD: Tensor
@@ -257,7 +261,7 @@ class _RowLists:
             budget_K1 = self._budget_K[places, None]
             columns_KJ = (visible_J > budget_K1) * column_blocks(budget_K1)
             blocks_KJ = visible_J.minimum(budget_K1) - columns_KJ
-            read_KJGW = read_blocks(block_order_JGW, blocks_KJ[..., None], some.stop)
+            read_KJGW = named(block_order_JGW, blocks_KJ[..., None], some.stop)
             taken_KJGY = best_outside(
                 block_JGY, listed_JGY, read_KJGW, (columns_KJ * size)[..., None, None]
             )
@@ -274,21 +278,6 @@ class _RowLists:
             between_KK = torch.from_numpy(np.stack(between))
             covered_SK = covered_SK @ copied_to(between_KK, covered_SK.device)
         return covered_SK.diff(dim=1, prepend=torch.zeros_like(covered_SK[:, :1]))
-
-
-def _runs(layouts: LayoutPair) -> list[list[tuple[slice, int]]]:
-    """Runs of blocks that follow one another in both sequences, by document and counted from its
-    first block; and the place of a run's first block in the queries' sequence."""
-    own_N = np.asarray(layouts.own_blocks)
-    document_N = layouts.kv_layout.grid.document_N[own_N]
-    breaks = np.flatnonzero((np.diff(own_N) != 1) | (np.diff(document_N) != 0)) + 1
-    bounds = [0, *breaks.tolist(), len(own_N)]
-    runs: list[list[tuple[slice, int]]] = [[] for _ in range(layouts.kv_layout.documents)]
-    for row, end in pairwise(bounds):
-        document = document_N[row]
-        begin = int(layouts.kv_layout.grid.index_N[own_N[row]])
-        runs[document].append((slice(begin, begin + end - row), row))
-    return runs
 
 
 def observed_budgets(max_blocks: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ by side, W members of the group.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from sparsebalance_megatron.attention.layout import (
     LayoutPair,
     PackedLayout,
     block_grid,
+    made_once,
     packed_layout,
 )
 from sparsebalance_megatron.attention.selection import Selection
@@ -159,27 +160,16 @@ class SequenceSlice:
         owner_N = self.owner_N[self._grid.blocks_S[:documents].sum() :]
         return bool(np.bincount(owner_N, minlength=self.group.members).all())
 
+    @made_once
     def without(self, documents: int) -> "SequenceSlice":
         """The slice of all but the first documents; made once for each number."""
-        if documents not in self._without:
-            first = self._grid.first_block_S[documents]
-            start = self.cu_seqlens[documents]
-            self._without[documents] = replace(
-                self,
-                cu_seqlens=tuple(each - start for each in self.cu_seqlens[documents:]),
-                owner_N=self.owner_N[first:],
-                pad_to_multiple_of=1,
-            )
-        return self._without[documents]
-
-    @cached_property
-    def _without(self) -> "dict[int, SequenceSlice]":
-        return {}
-
-    @cached_property
-    def pieces(self) -> dict[Any, Any]:
-        """What :mod:`.pieces` has made of it."""
-        return {}
+        first, start = self._grid.first_block_S[documents], self.cu_seqlens[documents]
+        return replace(
+            self,
+            cu_seqlens=tuple(each - start for each in self.cu_seqlens[documents:]),
+            owner_N=self.owner_N[first:],
+            pad_to_multiple_of=1,
+        )
 
     def rows_of(self, documents: int, *, by_token: bool) -> int:
         """Tokens of the first documents that this rank holds, or blocks."""

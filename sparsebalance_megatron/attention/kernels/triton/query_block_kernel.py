@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved
 from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LN_2,
     LOG2_E,
@@ -38,9 +38,7 @@ def query_gradient(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
     statistics_2HZ = torch.zeros(
         2, q_THD.shape[1], layout.blocks * layout.block_size, device=q_THD.device
     )
-    results = saved.out_THF, saved.lse_TH, dq_THD, statistics_2HZ
-    inputs = q_THD, saved.k_TGD, saved.v_TGF, dout_THF, *results
-    launch(saved.selection, inputs, saved.softmax_scale)
+    launch(saved, dout_THF, (saved.out_THF, saved.lse_TH, dq_THD, statistics_2HZ))
     return dq_THD, statistics_2HZ
 
 
@@ -62,19 +60,18 @@ def packed_rows(tile: Tile, group: int, block_size: int) -> int:
     return rows
 
 
-def launch(selection: Selection, tensors: tuple[Tensor | None, ...], softmax_scale: float) -> None:
-    """Launch the kernel with ``tensors``, its first arguments."""
-    q_THD, k_TGD, v_TGF, dout_THF, *_ = tensors
-    assert q_THD is not None and k_TGD is not None and v_TGF is not None
+def launch(given: Inputs, dout_THF: Tensor | None, results: tuple[Tensor | None, ...]) -> None:
+    """Launch the kernel, whose arguments after dout are ``results``."""
+    (q_THD, k_TGD, v_TGF), selection = given.qkv, given.selection
     tiles = tiles_of(k_TGD, v_TGF)
     tile = tiles.forward if dout_THF is None else tiles.query_gradient
-    scale = softmax_scale * (float(LOG2_E.value) if dout_THF is None else 1.0)
+    scale = given.softmax_scale * (float(LOG2_E.value) if dout_THF is None else 1.0)
     layout, kv_heads = selection.query_layout, k_TGD.shape[1]
     group = q_THD.shape[1] // kv_heads
     rows = packed_rows(tile, group, layout.block_size)
     columns = listed_columns(selection)
     _query_block_kernel[(layout.blocks * kv_heads * (group * layout.block_size // rows),)](
-        *tensors,
+        *(*given.qkv, dout_THF, *results),
         *(selection.indices_QCK.contiguous(), selection.counts_QC.contiguous()),
         *(selection.own_block_N, layout.start_N, layout.document_end_N),
         selection.kv_layout.start_N,
