@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of the blocks of a packed sequence. Built once per micro-batch, shared by its layers.
-
-Shape legend: B places of a block.
-"""
+"""Positions of the blocks of a packed sequence: once a micro-batch, for all of its layers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

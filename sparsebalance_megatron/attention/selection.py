@@ -116,12 +116,10 @@ class Selection:
 
     def without_first(self, rows: int) -> "Selection":
         """The selection with empty lists for the first rows, blocks or tokens as they select."""
-        tensors = list(self.tensors())
-        for place, x in enumerate(tensors):
-            # Lengths of lists have two dimensions, nothing else has.
-            if x.ndim == 2:
-                tensors[place] = x.clone()
-                tensors[place][:rows] = 0
+        # Lengths of lists have two dimensions, nothing else has.
+        tensors = [x.clone() if x.ndim == 2 else x for x in self.tensors()]
+        for counts in (x for x in tensors if x.ndim == 2):
+            counts[:rows] = 0
         return self.with_tensors(tensors)
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -7,8 +7,7 @@ columns in every fourth place. The columns are the best ones outside of the bloc
 reads exactly the keys of k whole blocks, whatever it reads; where it sees no more than k blocks, it
 reads them all. Lists of a larger budget hold those of a smaller one.
 
-Shape legend: S documents of the keys' sequence, N blocks of the queries' sequence, X places of a
-list of columns, J rows of lists, W blocks of a document.
+Shape legend: X places of a list of columns, J rows of lists.
 """
 
 from dataclasses import dataclass
@@ -101,12 +100,8 @@ class RankingSelector:
 
 
 def coverage_at(curves_SK: Tensor, budgets: Tensor) -> Tensor:
-    """Coverage at budgets, integers [S] or [S, any], in their shape; those outside 1..K read the
-    curve's ends."""
-    column = budgets.long().clamp(1, curves_SK.shape[1]) - 1
-    if budgets.ndim == 1:
-        return curves_SK.gather(1, column[:, None])[:, 0]
-    return curves_SK.gather(1, column)
+    """Coverage at budgets, integers [S, any]; those outside 1..K read the curve's ends."""
+    return curves_SK.gather(1, budgets.long().clamp(1, curves_SK.shape[1]) - 1)
 
 
 _CUT_ELEMENTS = 1 << 22

