@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from oracles import vertical_slash as oracle
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
+from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.select import vertical_slash
 from sparsebalance_megatron.attention.select.ranking import Ranking, column_blocks
 from sparsebalance_megatron.attention.select.vertical_slash import VERTICAL_SLASH
@@ -146,19 +146,6 @@ def test_the_work_model_knows_the_probes_and_the_columns() -> None:
     ]
     assert entries == [2 * (budget / 64 + column_blocks(budget)) for budget in range(99)]
     assert WORK.scores_per_visible_pair(3, 1, 64) == vertical_slash._PROBE_TOKENS * 3 * 64
-
-
-def test_nothing_falls_back_silently() -> None:
-    """Fault 6: without a process group the ring ops ran dense attention. Queries of other
-    sequences and wrong arguments, are errors."""
-    inputs, layout = drawn(157, 4, 2), packed_layout(CU_SEQLENS, BLOCK, "cpu")
-    elsewhere = LayoutPair.of_blocks(packed_layout([0, 8, 16], BLOCK, "cpu"), layout, [0, 1])
-    options = {"softmax_scale": SCALE, "max_budget": 3, "observe": False}
-    keys = SELECTOR.summaries(*inputs, layout)
-    with pytest.raises(ValueError, match="16 tokens as in its layout"):
-        SELECTOR.rank(inputs[0], keys, elsewhere, **options)
-    with pytest.raises(ValueError, match="157 tokens as in its layout"):
-        SELECTOR.rank(inputs[0][:9], keys, LayoutPair.within(layout), **options)
 
 
 def test_coverage_between_measured_budgets_lies_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
