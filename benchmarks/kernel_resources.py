@@ -16,6 +16,7 @@ table's too.
 import argparse
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -256,7 +257,7 @@ def _fitted(name: str, tile: Tile, block_size: int, group: int) -> tuple[int, in
     elif name.startswith(BY_TOKEN):
         rows = tile.rows
     else:
-        rows = query_block_kernel.packed_rows(tile, group, block_size)
+        rows = math.gcd(tile.rows, group * block_size)
     return rows, min(tile.columns, block_size)
 
 

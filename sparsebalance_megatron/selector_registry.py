@@ -26,13 +26,13 @@ class BuiltIn:
     """Objects of one selection, below this package, and a clause for the flag's help.
 
     The work model is named apart from the selector, so that planning does without torch.
-    ``first_blocks``: of a document, which every query reads by default; None for no choice.
+    ``first_blocks``: of a document, which every query reads by default.
     """
 
     selector: str
     work_model: str
     summary: str
-    first_blocks: int | None = 1
+    first_blocks: int = 1
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
@@ -55,7 +55,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
         selector="attention.select.vertical_slash:VERTICAL_SLASH",
         work_model="cost.work_model:VERTICAL_SLASH",
         summary="columns and diagonals of keys that queries of the block before attend to",
-        first_blocks=None,
+        first_blocks=0,
     ),
 }
 """Value of the flag -> selection."""
@@ -73,7 +73,7 @@ def flag_help() -> str:
 def default_first_blocks(name: str) -> int:
     """First blocks of a document that a selection reads by default; those of other packages read
     what they choose, and are taken to read none."""
-    return (BUILT_IN[name].first_blocks or 0) if name in BUILT_IN else 0
+    return BUILT_IN[name].first_blocks if name in BUILT_IN else 0
 
 
 def load_work_model(name: str) -> Any:

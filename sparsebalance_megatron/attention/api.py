@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse attention: one operation over a selection, and one call that selects as well.
-
-Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ).
-"""
+"""Block-sparse attention: one operation over a selection, and one call that selects as well."""
 
 import operator
 import warnings

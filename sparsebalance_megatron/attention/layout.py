@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Positions of the blocks of a packed sequence. Built once per micro-batch, shared by its layers.
+"""Positions of the blocks of a packed sequence: once a micro-batch, for all of its layers."""
 
-Shape legend: B places of a block.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 
 import numpy as np
 import torch
@@ -16,6 +13,20 @@ from sparsebalance_megatron.attention.device import copied_to
 
 _ALIGNED_ELEMENTS = 16
 """int64 elements in 128 bytes."""
+
+
+def made_once[Owner, Made](make: Callable[[Owner, int], Made]) -> Callable[[Owner, int], Made]:
+    """A method of one number, whose results live as long as its object."""
+
+    @wraps(make)
+    def kept(owner: Owner, number: int) -> Made:
+        results = vars(owner).setdefault(f"_{make.__name__}", {})
+        if number not in results:
+            results[number] = make(owner, number)
+        found: Made = results[number]
+        return found
+
+    return kept
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,18 +112,13 @@ class PackedLayout:
     def blocks_per_document(self) -> tuple[int, ...]:
         return tuple(self.grid.blocks_S.tolist())
 
+    @made_once
     def split(self, documents: int) -> "tuple[PackedLayout, PackedLayout]":
         """Layouts of the first documents, and of all others, of which there are some; made once."""
-        if documents not in self._splits:
-            boundaries = self.grid.boundaries
-            parts = boundaries[: documents + 1], boundaries[documents:] - boundaries[documents]
-            first, rest = (packed_layout(x, self.block_size, self.block_T.device) for x in parts)
-            self._splits[documents] = first, rest
-        return self._splits[documents]
-
-    @cached_property
-    def _splits(self) -> "dict[int, tuple[PackedLayout, PackedLayout]]":
-        return {}
+        boundaries = self.grid.boundaries
+        parts = boundaries[: documents + 1], boundaries[documents:] - boundaries[documents]
+        first, rest = (packed_layout(x, self.block_size, self.block_T.device) for x in parts)
+        return first, rest
 
     def to_blocks(self, x_T: Tensor, blocks: slice | None = None) -> Tensor:
         """[T, ...] to [N, B, ...], of all blocks or of some: a view; zeros in the places past a
@@ -143,17 +149,11 @@ def packed_layout(
     number_N = np.arange(len(grid.start_N))
     block_T = np.repeat(number_N, grid.length_N)
     place_T = np.arange(tokens) - grid.start_N[block_T]
-    tensors = {
+    alike = ("document_N", "index_N", "start_N", "length_N", "first_block_S", "blocks_S")
+    tensors = {name: getattr(grid, name) for name in (*alike, "tokens_S")} | {
         "number_N": number_N,
-        "document_N": grid.document_N,
-        "index_N": grid.index_N,
-        "start_N": grid.start_N,
-        "length_N": grid.length_N,
         "document_first_N": grid.first_block_S[grid.document_N],
         "document_end_N": grid.boundaries[grid.document_N + 1],
-        "first_block_S": grid.first_block_S,
-        "blocks_S": grid.blocks_S,
-        "tokens_S": grid.tokens_S,
         "block_T": block_T,
         "place_T": block_T * block_tokens + place_T,
     }

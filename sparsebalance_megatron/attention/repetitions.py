@@ -7,8 +7,8 @@ one before, nor in its document's first. Heads that match and heads that copy ca
 (research/pretrained.md). Only repetitions that a document has once or twice far away count:
 frequent tokens say nothing.
 
-Shape legend: T tokens of the packed sequence or of a document, Y rows that are looked at, E query
-heads of a KV head, X rows and query heads of a KV head, A kinds: matching, copying.
+Shape legend: Y rows that are looked at, X rows and query heads of a KV head, A kinds: matching,
+copying.
 """
 
 import numpy as np
@@ -116,7 +116,7 @@ def attention_mass(q_YHD: Tensor, k_TGD: Tensor, row_Y: Tensor, *, softmax_scale
     group = q_YHD.shape[1] // kv_heads
     q_GXD = q_YHD.float().unflatten(1, (kv_heads, group)).transpose(0, 1).flatten(1, 2)
     scores = exact_product(q_GXD, k_TGD.float().permute(1, 2, 0)).mul_(softmax_scale)
-    scores_GYET = scores.unflatten(1, (len(row_Y), group))
+    scores_GYHT = scores.unflatten(1, (len(row_Y), group))
     later_YT = torch.arange(tokens, device=row_Y.device) > row_Y[:, None]
-    mass_GYET = scores_GYET.masked_fill_(later_YT[:, None], -torch.inf).softmax(-1)
-    return mass_GYET.transpose(0, 1).flatten(1, 2)
+    mass_GYHT = scores_GYHT.masked_fill_(later_YT[:, None], -torch.inf).softmax(-1)
+    return mass_GYHT.transpose(0, 1).flatten(1, 2)

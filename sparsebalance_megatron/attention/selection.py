@@ -10,6 +10,16 @@ from torch import Tensor
 from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout
 
 
+def named(lists: Tensor, counts: Tensor, numbers: int) -> Tensor:
+    """bool [..., numbers]: whether a list, of ``counts`` entries, names a number below
+    ``numbers``; dimensions that ``counts`` has in front stay."""
+    place_K = torch.arange(lists.shape[-1], device=lists.device)
+    # What lies past a list's end lands in an extra column, which is cut off.
+    lists = torch.where(place_K < counts[..., None], lists.long(), numbers)
+    found = torch.zeros(*lists.shape[:-1], numbers + 1, dtype=torch.bool, device=lists.device)
+    return found.scatter_(-1, lists, True)[..., :numbers]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ColumnLists:
     """Single tokens that blocks of queries read besides whole blocks of keys.
@@ -106,12 +116,10 @@ class Selection:
 
     def without_first(self, rows: int) -> "Selection":
         """The selection with empty lists for the first rows, blocks or tokens as they select."""
-        tensors = list(self.tensors())
-        for place, x in enumerate(tensors):
-            # Lengths of lists have two dimensions, nothing else has.
-            if x.ndim == 2:
-                tensors[place] = x.clone()
-                tensors[place][:rows] = 0
+        # Lengths of lists have two dimensions, nothing else has.
+        tensors = [x.clone() if x.ndim == 2 else x for x in self.tensors()]
+        for counts in (x for x in tensors if x.ndim == 2):
+            counts[:rows] = 0
         return self.with_tensors(tensors)
 
     def tensors(self) -> tuple[Tensor, ...]:

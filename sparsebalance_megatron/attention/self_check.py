@@ -40,10 +40,9 @@ _REPEATS_OF_FLASH_ATTENTION = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Which kernels were compared, of lists and of whole documents ("lists" where these have none);
-    name -> largest error of a result, in tolerances."""
+    """Name -> largest error of a result, in tolerances; and which kernel of whole documents was
+    compared, "lists" where these have none."""
 
-    kernel: str
     errors: dict[str, float]
     dense_kernel: str = "lists"
 
@@ -102,7 +101,7 @@ def check_attention(
     )
     served = config.attention, config.dense_attention
     if not attends_densely(q_THD, v_TGF, there, *served):
-        return Verdict(kernel=name, errors=errors)
+        return Verdict(errors=errors)
     found = _compared(
         partial(dense_attention, layout=there, kernel=config.dense_attention),
         *(inputs, Selection.of_everything(LayoutPair.within(host), kv_heads), device),
@@ -110,7 +109,6 @@ def check_attention(
         bit_by_bit=False,
     )
     return Verdict(
-        kernel=name,
         errors=errors | {f"dense {result}": error for result, error in found.items()},
         dense_kernel=dense_kernel(q_THD, v_TGF, there, config.dense_attention)[0],
     )

@@ -32,7 +32,6 @@ def check_selector(
     kv_heads: int = 2,
     head_dim: int = 16,
     seeds: Sequence[int] = (0, 1),
-    device: torch.device | str = "cpu",
 ) -> None:
     """Check a selector on random sequences of four documents.
 
@@ -48,11 +47,11 @@ def check_selector(
     """
     lengths = [max(1, int(blocks * block_size)) for blocks in _DOCUMENT_BLOCKS]
     boundaries = [0, *itertools.accumulate(lengths)]
-    layout = packed_layout(boundaries, block_size, device)
+    layout = packed_layout(boundaries, block_size, "cpu")
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         q_THD, k_TGD = (
-            (2.0 * torch.randn(boundaries[-1], heads, head_dim, generator=generator)).to(device)
+            2.0 * torch.randn(boundaries[-1], heads, head_dim, generator=generator)
             for heads in (query_heads, kv_heads)
         )
         trial = _Trial(selector=selector, layout=layout, q_THD=q_THD, k_TGD=k_TGD)

@@ -125,7 +125,7 @@ def test_one_call_is_its_steps(kind: str, boundaries: Any, budgets: Any) -> None
         ({"budgets": 0}, "all at least 1"),
         ({"budgets": 2.5}, "budgets 2.5: must be whole numbers"),
         ({"budgets": [2.7, 1]}, "must be whole numbers"),
-        ({"cu_seqlens": [0, 9]}, "with 9 tokens as in the layout"),
+        ({"cu_seqlens": [0, 9]}, "9 tokens as in its layout"),
         ({"cu_seqlens": [0, 9, 9, 20]}, "document 1 has 0 tokens"),
         ({"cu_seqlens": torch.empty(3, device="meta")}, "lies on meta, .* a tensor on the CPU"),
         ({"selection": "token"}, "token: must be one of token-query-head, "),

@@ -26,10 +26,6 @@ def _qkv(dtype: torch.dtype) -> list[Tensor]:
     return [x.to(dtype) for x in drawn(139, 4, 2, 2, head_dim=16)]
 
 
-def _autocast() -> torch.autocast:
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("selection", "implementation"), SERVING)
 def test_autocast_changes_no_bit(selection: str, implementation: str, dtype: torch.dtype) -> None:
@@ -51,7 +47,9 @@ def test_autocast_changes_no_bit(selection: str, implementation: str, dtype: tor
         results = out_THF.detach(), lse_TH, *(leaf.grad for leaf in leaves)
         return [*results, ranking.indices_QCK, ranking.mass_SK, curves_SK]
 
-    for inside, outside in zip(run(_autocast()), run(contextlib.nullcontext()), strict=True):
+    for inside, outside in zip(
+        run(torch.autocast("cpu", dtype=torch.bfloat16)), run(contextlib.nullcontext()), strict=True
+    ):
         assert inside.dtype == outside.dtype
         assert torch.equal(inside, outside)
 

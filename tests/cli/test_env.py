@@ -67,7 +67,7 @@ def test_the_status_tells_of_what_a_cpu_should_run(
         off = broken in (config.attention, config.router)
         if off and raises:
             raise RuntimeError("no compiler\nlong trace")
-        return self_check.Verdict(kernel="some", errors={"out": 2.0 if off else 0.5})
+        return self_check.Verdict(errors={"out": 2.0 if off else 0.5})
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(self_check, "check_attention", check)

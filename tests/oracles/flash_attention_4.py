@@ -41,15 +41,13 @@ def _flash_attn_fwd(
     *,
     softmax_scale: float,
     return_lse: bool,
-    out: Tensor | None = None,
     mask_mod: Callable[..., Tensor] | None = None,
     block_sparse_tensors: Lists | None = None,
     **bounds: Any,
 ) -> tuple[Tensor | None, ...]:
     assert return_lse
     assert all(map(is_aligned, (q, k, v)))
-    if out is None:
-        out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
+    out = q.new_full((*q.shape[:-1], v.shape[-1]), torch.nan)
     lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), torch.nan)
     for of_rows, of_keys, allowed, of_lse in _walked(q, k, mask_mod, block_sparse_tensors, bounds):
         kk, vv = (_read(x, of_keys) for x in (k, v))
@@ -71,9 +69,6 @@ def _flash_attn_bwd(
     *,
     softmax_scale: float,
     deterministic: bool = False,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
     mask_mod: Callable[..., Tensor] | None = None,
     block_sparse_tensors: Lists | None = None,
     **bounds: Any,
@@ -81,8 +76,7 @@ def _flash_attn_bwd(
     assert all(map(is_aligned, (q, k, v, out, dout)))
     assert lse.is_contiguous()
     assert not (deterministic and block_sparse_tensors)
-    gradients = [torch.zeros_like(x) for x in (q, k, v)]
-    dq_, dk_, dv_ = gradients
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     finite = lse.masked_fill(lse == -torch.inf, 0.0)
     for of_rows, of_keys, allowed, of_lse in _walked(
         q, k, mask_mod, block_sparse_tensors, bounds, is_backward=True
@@ -92,15 +86,12 @@ def _flash_attn_bwd(
         p = (s - finite[of_lse][:, None]).exp()
         dp = dout[of_rows] @ vv.mT - (dout[of_rows] * out[of_rows]).sum(-1, keepdim=True)
         ds = p * dp * softmax_scale
-        dq_[of_rows] += ds @ kk
+        dq[of_rows] += ds @ kk
         *batch, keys, head = of_keys
         is_key = keys < k.shape[-3]
-        dk_[(*batch, keys[is_key], head)] += (ds.mT @ q[of_rows])[is_key]
-        dv_[(*batch, keys[is_key], head)] += (p.mT @ dout[of_rows])[is_key]
-    for given, found in zip((dq, dk, dv), gradients, strict=True):
-        if given is not None:
-            given.copy_(found)
-    return tuple(gradients)
+        dk[(*batch, keys[is_key], head)] += (ds.mT @ q[of_rows])[is_key]
+        dv[(*batch, keys[is_key], head)] += (p.mT @ dout[of_rows])[is_key]
+    return dq, dk, dv
 
 
 def _read(x: Tensor, of_keys: tuple[Any, ...]) -> Tensor:
@@ -120,8 +111,7 @@ def _walked(
     is_backward: bool = False,
 ) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...], Tensor, tuple[Any, ...]]]:
     """Places of rows and of keys that meet, which of them do [I, J], and places of the rows' LSE.
-    Forward,
-    all keys of a row come at once."""
+    Forward, all keys of a row come at once."""
     heads, group = q.shape[-2], q.shape[-2] // k.shape[-2]
     if lists is None:
         for rows, keys, allowed in _documents(**bounds):

@@ -113,15 +113,21 @@ def run(name: str, dtype: torch.dtype) -> dict[str, Any]:
         fine[cu_seqlens[broken] : cu_seqlens[broken + 1]] = False
     report: dict[str, Any] = {"forward": forward, "both": dict(calls)}
     for (key, mine), whole_T in zip(found.items(), wanted, strict=True):
-        theirs, of_fine = whole_T[held], fine[held]
-        largest = float(whole_T[fine].abs().max())
-        difference = (mine - theirs)[of_fine].double().abs()
-        report[key] = {
-            "equal": bool(torch.equal(mine[of_fine], theirs[of_fine])),
-            "error": float(difference.max()) / largest if difference.numel() else 0.0,
-            "broken": bool(mine[~of_fine].isnan().any()) == bool(theirs[~of_fine].isnan().any()),
-        }
+        report[key] = compared(mine, whole_T, held, fine)
     return report
+
+
+def compared(mine: Tensor, whole_T: Tensor, held: Tensor, fine: Tensor) -> dict[str, Any]:
+    """This member's rows, of tokens ``held``, against one rank's; of the documents that are
+    ``fine``, and whether the other has the NaN that it has there."""
+    theirs, of_fine = whole_T[held], fine[held]
+    difference = (mine - theirs)[of_fine].double().abs()
+    largest = float(whole_T[fine].abs().max())
+    return {
+        "equal": bool(torch.equal(mine[of_fine], theirs[of_fine])),
+        "error": float(difference.max()) / largest if difference.numel() else 0.0,
+        "broken": bool(mine[~of_fine].isnan().any()) == bool(theirs[~of_fine].isnan().any()),
+    }
 
 
 def lists_report(selection: str) -> dict[str, Any]:
@@ -179,13 +185,10 @@ def lists_report(selection: str) -> dict[str, Any]:
     dist.all_reduce(found[-1])
     shared.micro_batch.join_observations()
     seen, wanted = (x.micro_batch.observations[0] for x in (shared, alone))
-    kept = fine[tokens]
     report: dict[str, Any] = {"calls": calls["calls"]}
     for key, mine, whole in zip(("out", "dq", "dk", "dv"), found, expected, strict=False):
-        report[key] = float((mine - whole[tokens])[kept].abs().max() / whole[fine].abs().max())
-        report[key + " broken"] = bool(mine[~kept].isnan().any()) == bool(
-            whole[tokens][~kept].isnan().any()
-        )
+        of_key = compared(mine, whole, tokens, fine)
+        report |= {key: of_key["error"], f"{key} broken": of_key["broken"]}
     if broken is None:
         report["dsink"] = float((found[-1] - expected[-1]).abs().max())
     assert torch.equal(seen.isnan(), wanted.isnan()), selection

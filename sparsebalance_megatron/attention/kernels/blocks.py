@@ -9,9 +9,8 @@ A tile is one query block of one KV head, with the group's query heads stacked a
 units of its list, blocks or single tokens, are gathered for it side by side. Tiles with lists of
 one length are computed together: on CUDA the host waits to read the lengths.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys), N blocks of the queries, B
-tokens of a query block, E of a unit, U units of the keys, A tiles (query blocks of all KV heads; of
-keys units of all heads), I rows of a tile (B * H / G), W columns of a tile (list length * E).
+Shape legend: U units of the keys, B also tokens of a unit, A query blocks of all KV heads (of keys:
+units of all heads), I rows of a tile (B * H / G), W columns of a tile (list length * B).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -95,11 +94,9 @@ def _widened(given: Inputs) -> Inputs:
 
 def _past_blocks(given: Inputs) -> "list[GatheredLists]":
     """Past blocks, and columns where there are any."""
-    columns, (_, lists_NGK, counts_NG) = (
-        given.selection.columns,
-        without_own_blocks(given.selection),
-    )
+    _, lists_NGK, counts_NG = without_own_blocks(given.selection)
     parts = [GatheredLists(given, lists_NGK, counts_NG, given.selection.kv_layout)]
+    columns = given.selection.columns
     if columns is not None and columns.tokens_NGK.shape[2]:
         parts.append(GatheredLists(given, columns.tokens_NGK, columns.counts_NG, None))
     return parts
@@ -134,24 +131,24 @@ class GatheredLists:
         self._kv_heads = k_TGD.shape[1]
         self._group = q_THD.shape[1] // self._kv_heads
         self._q_AID = self._query_tiles(q_THD)
-        self._k_AED, self._v_AEF = self._key_units(k_TGD), self._key_units(v_TGF)
+        self._k_ABD, self._v_ABF = self._key_units(k_TGD), self._key_units(v_TGF)
         self._lists_AK = lists_NGK.transpose(0, 1).flatten(0, 1).long()
         self._counts_A = counts_NG.transpose(0, 1).flatten(0, 1)
         self._later_keys_1IW: Tensor | None = None
         if own_block:
             shape = self._query_layout.block_tokens, self._unit_tokens
-            later_BE = q_THD.new_full(shape, -torch.inf).triu_(1)
-            self._later_keys_1IW = later_BE.repeat_interleave(self._group, 0)[None]
+            later_BB = q_THD.new_full(shape, -torch.inf).triu_(1)
+            self._later_keys_1IW = later_BB.repeat_interleave(self._group, 0)[None]
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """out_THF and lse_TH; 0 and -inf where a query reads nothing."""
-        out_AIF = self._q_AID.new_zeros(*self._q_AID.shape[:2], self._v_AEF.shape[2])
+        out_AIF = self._q_AID.new_zeros(*self._q_AID.shape[:2], self._v_ABF.shape[2])
         lse_AI = out_AIF.new_full(out_AIF.shape[:2], -torch.inf)
         for tiles_A, units_AK in self._chunks():
             o_AIF, l_AI = attend(
                 self._q_AID.index_select(0, tiles_A),
-                gathered(self._k_AED, units_AK),
-                gathered(self._v_AEF, units_AK),
+                gathered(self._k_ABD, units_AK),
+                gathered(self._v_ABF, units_AK),
                 softmax_scale=self._softmax_scale,
                 mask_AIW=self._later_keys_1IW,
             )
@@ -180,24 +177,24 @@ class GatheredLists:
             lse_TH = lse_TH.masked_fill(self._absent_TH, torch.inf)
         dout_AIF, out_AIF, lse_AI = map(self._query_tiles, (dout_THF, out_THF, lse_TH))
         dq_AID = torch.zeros_like(self._q_AID)
-        dk_AED, dv_AEF = torch.zeros_like(self._k_AED), torch.zeros_like(self._v_AEF)
+        dk_ABD, dv_ABF = torch.zeros_like(self._k_ABD), torch.zeros_like(self._v_ABF)
         for tiles_A, units_AK in self._chunks():
             part_AID, dk_AWD, dv_AWF = attend_backward(
                 dout_AIF.index_select(0, tiles_A),
                 self._q_AID.index_select(0, tiles_A),
-                gathered(self._k_AED, units_AK),
-                gathered(self._v_AEF, units_AK),
+                gathered(self._k_ABD, units_AK),
+                gathered(self._v_ABF, units_AK),
                 out_AIF.index_select(0, tiles_A),
                 lse_AI.index_select(0, tiles_A),
                 softmax_scale=self._softmax_scale,
                 mask_AIW=self._later_keys_1IW,
             )
             dq_AID.index_copy_(0, tiles_A, part_AID)
-            for whole_AED, part_AWD in ((dk_AED, dk_AWD), (dv_AEF, dv_AWF)):
-                whole_AED.index_add_(
-                    0, units_AK.flatten(), part_AWD.reshape(-1, *whole_AED.shape[1:])
+            for whole_ABD, part_AWD in ((dk_ABD, dk_AWD), (dv_ABF, dv_AWF)):
+                whole_ABD.index_add_(
+                    0, units_AK.flatten(), part_AWD.reshape(-1, *whole_ABD.shape[1:])
                 )
-        return self._query_rows(dq_AID), self._key_rows(dk_AED), self._key_rows(dv_AEF)
+        return self._query_rows(dq_AID), self._key_rows(dk_ABD), self._key_rows(dv_ABF)
 
     def _query_tiles(self, x_TH: Tensor) -> Tensor:
         """[T, H, ...] to [A, I, ...], zeros past short blocks."""
@@ -210,14 +207,14 @@ class GatheredLists:
         return self._query_layout.from_blocks(x.movedim(0, 2).flatten(2, 3))
 
     def _key_units(self, x_TGD: Tensor) -> Tensor:
-        """[T, G, D] to [A, E, D], zeros past short units."""
-        x_UEGD = self._units.to_blocks(x_TGD) if self._units else x_TGD.unsqueeze(1)
-        return x_UEGD.movedim(2, 0).flatten(0, 1).contiguous()
+        """[T, G, D] to [A, B, D], zeros past short units."""
+        x_UBGD = self._units.to_blocks(x_TGD) if self._units else x_TGD.unsqueeze(1)
+        return x_UBGD.movedim(2, 0).flatten(0, 1).contiguous()
 
-    def _key_rows(self, x_AED: Tensor) -> Tensor:
-        """[A, E, D] to [T, G, D]."""
-        x_UEGD = x_AED.unflatten(0, (self._kv_heads, -1)).movedim(0, 2)
-        return self._units.from_blocks(x_UEGD) if self._units else x_UEGD.squeeze(1)
+    def _key_rows(self, x_ABD: Tensor) -> Tensor:
+        """[A, B, D] to [T, G, D]."""
+        x_UBGD = x_ABD.unflatten(0, (self._kv_heads, -1)).movedim(0, 2)
+        return self._units.from_blocks(x_UBGD) if self._units else x_UBGD.squeeze(1)
 
     def _chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Tiles computed together, tiles_A, and their units as positions in [G * U], units_AK."""
@@ -266,9 +263,9 @@ def without_own_blocks(selection: Selection) -> tuple[Tensor, Tensor, Tensor]:
     return own_QC, lists_QCK, selection.counts_QC - own_QC.int()
 
 
-def gathered(x_XE: Tensor, rows_AI: Tensor) -> Tensor:
-    """Rows of a tile side by side: [A, I * E, ...]."""
-    return x_XE.index_select(0, rows_AI.flatten()).view(len(rows_AI), -1, *x_XE.shape[2:])
+def gathered(x_XB: Tensor, rows_AI: Tensor) -> Tensor:
+    """Rows of a tile side by side: [A, I * B, ...]."""
+    return x_XB.index_select(0, rows_AI.flatten()).view(len(rows_AI), -1, *x_XB.shape[2:])
 
 
 _KERNEL = AssembledKernel(past_blocks=_past_blocks, by_token=False)

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of attention implementations, and the autograd function over any of them.
-
-Shape legend: T tokens of the packed sequence (of queries or of keys, which may differ).
-"""
+"""Interface of attention implementations, and the autograd function over any of them."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol

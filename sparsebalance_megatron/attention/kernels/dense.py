@@ -6,7 +6,7 @@ On CUDA one call of the FlashAttention kernels inside torch serves all documents
 lie on the device; on the CPU one call each. The kernels on CUDA write nothing outside of documents:
 rows there hold whatever was in memory, which may be NaN.
 
-Shape legend: W the widest head dim.
+Shape legend: D here the widest head dim.
 """
 
 from collections.abc import Iterator
@@ -60,15 +60,15 @@ def forward(given: Inputs) -> tuple[Tensor, Tensor]:
             found = attend(*tiles, softmax_scale=softmax_scale, causal=causal)
             out[tokens], lse[tokens] = (each.transpose(0, 1) for each in found)
         return out.to(given.q_THD.dtype), lse
-    q_THW, k_TGW, v_TGW = _fitting(*given.qkv)
-    out_THW, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
-        query=q_THW,
-        key=k_TGW,
-        value=v_TGW,
+    q_THD, k_TGD, v_TGD = _fitting(*given.qkv)
+    out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
+        query=q_THD,
+        key=k_TGD,
+        value=v_TGD,
         return_debug_mask=False,
         **_of_documents(given),
     )
-    return out_THW[..., : given.v_TGF.shape[2]], lse_HT.T
+    return out_THD[..., : given.v_TGF.shape[2]], lse_HT.T
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,17 +90,17 @@ def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
                 whole[rows] = per_whole_head.transpose(0, 1)
         dq, dk, dv = (x.to(dout_THF.dtype) for x in gradients)
         return dq, dk, dv
-    dout_THW, q_THW, k_TGW, v_TGW, out_THW = _fitting(*inputs)
+    dout_THD, q_THD, k_TGD, v_TGD, out_THD = _fitting(*inputs)
     gradients = torch.ops.aten._flash_attention_backward(
-        grad_out=dout_THW,
-        query=q_THW,
-        key=k_TGW,
-        value=v_TGW,
-        out=out_THW,
+        grad_out=dout_THD,
+        query=q_THD,
+        key=k_TGD,
+        value=v_TGD,
+        out=out_THD,
         logsumexp=saved.lse_TH.T.contiguous(),
         # Read where there is dropout.
-        rng_state=q_THW.new_empty(2, dtype=torch.uint64),
-        unused=q_THW.new_empty(0),
+        rng_state=q_THD.new_empty(2, dtype=torch.uint64),
+        unused=q_THD.new_empty(0),
         **_of_documents(saved),
     )
     dq, dk, dv = (dx[..., : x.shape[2]] for dx, x in zip(gradients, inputs[1:4], strict=True))

@@ -9,7 +9,7 @@
 Places behind a document's last token nobody reads but themselves. Sums of dq, and of dk and dv
 where query heads share a KV head, have any order.
 
-Shape legend: Z places, H here the query heads of a KV head, X tiles of keys, L places of a list.
+Shape legend: Z places, H here the query heads of a KV head, X tiles of keys.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from sparsebalance_megatron.attention.kernels import fa4
 from sparsebalance_megatron.attention.kernels.blocks import without_own_blocks
 from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.selection import Selection
+from sparsebalance_megatron.attention.selection import Selection, named
 
 _TILES = {9: 128, 10: 256}
 """Keys that an entry of a list names, by compute capability."""
@@ -37,13 +37,13 @@ _MOST_TOKENS = 1 << 20
 
 def tile_lists(selection: Selection, tile: int) -> list[Tensor]:
     """Entries of every block of queries, as FlashAttention-4 takes them: numbers of partial entries
-    [G, 1, N], these [G, 1, N, L], and the same of full ones; int32, undefined past a list's end."""
+    [G, 1, N], these [G, 1, N, K], and the same of full ones; int32, undefined past a list's end."""
     own_NG, past_NGK, past_NG = without_own_blocks(selection)
     own_NGK = selection.own_block_N[:, None, None].expand(*own_NG.shape, 1)
     tiles = selection.kv_layout.block_size // tile
-    place_L, lists = torch.arange(tiles, device=own_NG.device), []
+    place_K, lists = torch.arange(tiles, device=own_NG.device), []
     for number_NG, blocks_NGK in ((own_NG, own_NGK), (past_NG, past_NGK)):
-        lists += [number_NG * tiles, (blocks_NGK[..., None] * tiles + place_L).flatten(2)]
+        lists += [number_NG * tiles, (blocks_NGK[..., None] * tiles + place_K).flatten(2)]
     return [x.transpose(0, 1)[:, None].int().contiguous() for x in lists]
 
 
@@ -51,12 +51,8 @@ def transposed(lists: Sequence[Tensor], tiles: int) -> list[Tensor]:
     """Entries of every tile of keys, in the form of :func:`tile_lists`: the blocks of queries that
     read it, rising."""
     of_keys = []
-    for counts_G1N, entries_G1NL in itertools.batched(lists, 2):
-        place_L = torch.arange(entries_G1NL.shape[3], device=counts_G1N.device)
-        # What is past a list's end lands in an extra tile, which is cut off.
-        entries_G1NL = entries_G1NL.where(place_L < counts_G1N[..., None], tiles)
-        reads_G1NX = counts_G1N.new_zeros((*counts_G1N.shape, tiles + 1), dtype=torch.int8)
-        reads_G1XN = reads_G1NX.scatter_(3, entries_G1NL.long(), 1)[..., :-1].mT.contiguous()
+    for counts_G1N, entries_G1NK in itertools.batched(lists, 2):
+        reads_G1XN = named(entries_G1NK, counts_G1N, tiles).mT.contiguous().view(torch.int8)
         of_keys += [reads_G1XN.sum(3), reads_G1XN.argsort(dim=3, descending=True, stable=True)]
     return [x.int() for x in of_keys]
 

@@ -5,8 +5,6 @@ On the CPU torch's own flash kernel computes, the one behind ``scaled_dot_produc
 gives the LSE, and its backward pass takes an output and an LSE from outside, so that parts add up.
 It cuts tiles by their shape alone, so that the rows beside a row change none of its bits.
 Elsewhere torch's products compute.
-
-Shape legend: A tiles, I rows of a tile, W keys of a tile.
 """
 
 import torch

@@ -7,11 +7,9 @@ sum puts them together. All tiles have one shape, and a row's place in its block
 from the rows before it: no bit of its result depends on what later rows choose. On CUDA the host
 waits to read how many tiles there are.
 
-Shape legend: T tokens of the packed sequence (of queries or of keys), U of several tensors side by
-side, N blocks of the keys' sequence, X rows of a KV head that select (a token's selecting heads
-side by side; where a dummy is added, it is what padding reads and writes), E query heads of a row,
-B tokens of a KV block, A tiles, I rows of a tile, Y query heads of all rows of a tile (I * E), Z
-places in all tiles (A * Y).
+Shape legend: X rows of a KV head that select (a token's selecting heads side by side; where a dummy
+is added, it is what padding reads and writes), H query heads of a row, Y query heads of all rows of
+a tile (I * H), Z places in all tiles (A * Y), U of several tensors side by side.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,24 +71,24 @@ class _PastBlocks:
 
     def forward(self, out_THF: Tensor, lse_TH: Tensor) -> tuple[Tensor, Tensor]:
         for head, heads, k_NBD, v_NBF in self._of_heads():
-            out_XEF, lse_XE = self._by_row(out_THF[:, heads]), self._by_row(lse_TH[:, heads])
-            q_XED = self._with_dummy(self._q_THD[:, heads])
+            out_XHF, lse_XH = self._by_row(out_THF[:, heads]), self._by_row(lse_TH[:, heads])
+            q_XHD = self._with_dummy(self._q_THD[:, heads])
             for tiles in self._tiles(head):
                 places = tiles.rows_AI.numel() * self._heads + 1
-                parts_ZF = q_XED.new_empty(places, v_NBF.shape[2])
-                lse_Z = q_XED.new_empty(len(parts_ZF))
+                parts_ZF = q_XHD.new_empty(places, v_NBF.shape[2])
+                lse_Z = q_XHD.new_empty(len(parts_ZF))
                 # What an absent entry points to.
                 parts_ZF[-1], lse_Z[-1] = 0.0, -torch.inf
                 for chunk, rows_AI, blocks_A in self._chunks(tiles):
                     o_AYF, lse_AY = attend(
-                        gathered(q_XED, rows_AI),
+                        gathered(q_XHD, rows_AI),
                         k_NBD.index_select(0, blocks_A),
                         v_NBF.index_select(0, blocks_A),
                         softmax_scale=self._softmax_scale,
                     )
                     parts_ZF[chunk], lse_Z[chunk] = o_AYF.flatten(0, 1), lse_AY.flatten()
-                out_XEF, lse_XE = self._merged(out_XEF, lse_XE, parts_ZF, lse_Z, tiles.place_XK)
-            out_THF[:, heads], lse_TH[:, heads] = self._by_token(out_XEF), self._by_token(lse_XE)
+                out_XHF, lse_XH = self._merged(out_XHF, lse_XH, parts_ZF, lse_Z, tiles.place_XK)
+            out_THF[:, heads], lse_TH[:, heads] = self._by_token(out_XHF), self._by_token(lse_XH)
         return out_THF, lse_TH
 
     def backward(
@@ -98,28 +96,28 @@ class _PastBlocks:
     ) -> None:
         dq_THD, dk_TGD, dv_TGF = gradients
         for head, heads, k_NBD, v_NBF in self._of_heads():
-            lse_XE = pad(self._by_row(lse_TH[:, heads]), (0, 0, 0, 1), value=torch.inf)
+            lse_XH = pad(self._by_row(lse_TH[:, heads]), (0, 0, 0, 1), value=torch.inf)
             # One gather serves for all three, and each is a view of it.
             rows = [x[:, heads] for x in (dout_THF, self._q_THD, out_THF)]
-            rows_XEU, widths = self._with_dummy(*rows), [x.shape[2] for x in rows]
-            dq_XED = self._with_dummy(dq_THD[:, heads])
+            rows_XHU, widths = self._with_dummy(*rows), [x.shape[2] for x in rows]
+            dq_XHD = self._with_dummy(dq_THD[:, heads])
             dk_NBD, dv_NBF = torch.zeros_like(k_NBD), torch.zeros_like(v_NBF)
             for tiles in self._tiles(head):
                 for _, rows_AI, blocks_A in self._chunks(tiles):
-                    dout_AYF, q_AYD, out_AYF = gathered(rows_XEU, rows_AI).split(widths, 2)
+                    dout_AYF, q_AYD, out_AYF = gathered(rows_XHU, rows_AI).split(widths, 2)
                     dq_AYD, dk_ABD, dv_ABF = attend_backward(
                         dout_AYF,
                         q_AYD,
                         k_NBD.index_select(0, blocks_A),
                         v_NBF.index_select(0, blocks_A),
                         out_AYF,
-                        gathered(lse_XE, rows_AI),
+                        gathered(lse_XH, rows_AI),
                         softmax_scale=self._softmax_scale,
                     )
-                    dq_XED.index_add_(0, rows_AI.flatten(), dq_AYD.reshape(-1, *dq_XED.shape[1:]))
+                    dq_XHD.index_add_(0, rows_AI.flatten(), dq_AYD.reshape(-1, *dq_XHD.shape[1:]))
                     dk_NBD.index_add_(0, blocks_A, dk_ABD)
                     dv_NBF.index_add_(0, blocks_A, dv_ABF)
-            dq_THD[:, heads] = self._by_token(dq_XED[:-1])
+            dq_THD[:, heads] = self._by_token(dq_XHD[:-1])
             dk_TGD[:, head] += self._layout.from_blocks(dk_NBD)
             dv_TGF[:, head] += self._layout.from_blocks(dv_NBF)
 
@@ -131,23 +129,23 @@ class _PastBlocks:
             yield head, heads, to_blocks(self._k_TGD[:, head]), to_blocks(self._v_TGF[:, head])
 
     def _by_row(self, x_TH: Tensor) -> Tensor:
-        """A KV head's query heads, [T, H / G, ...] to [X, E, ...]."""
+        """A KV head's query heads, [T, H / G, ...] to [X, H, ...]."""
         return x_TH.unflatten(1, (self._rows_per_token, self._heads)).flatten(0, 1).contiguous()
 
     def _with_dummy(self, *xs_THD: Tensor) -> Tensor:
-        """:meth:`_by_row` of several tensors, their head dims side by side, [X, E, U]; the dummy
+        """:meth:`_by_row` of several tensors, their head dims side by side, [X, H, U]; the dummy
         is zeros."""
         rows, widths = self._rows_per_token * xs_THD[0].shape[0], [x.shape[2] for x in xs_THD]
-        rows_XEU = xs_THD[0].new_empty(rows + 1, self._heads, sum(widths))
-        by_token = rows_XEU[:-1].unflatten(0, (-1, self._rows_per_token)).split(widths, -1)
+        rows_XHU = xs_THD[0].new_empty(rows + 1, self._heads, sum(widths))
+        by_token = rows_XHU[:-1].unflatten(0, (-1, self._rows_per_token)).split(widths, -1)
         for place, x_THD in zip(by_token, xs_THD, strict=True):
             place.copy_(x_THD.unflatten(1, (self._rows_per_token, -1)))
-        rows_XEU[-1] = 0.0
-        return rows_XEU
+        rows_XHU[-1] = 0.0
+        return rows_XHU
 
-    def _by_token(self, x_XE: Tensor) -> Tensor:
+    def _by_token(self, x_XH: Tensor) -> Tensor:
         """The inverse of :meth:`_by_row`."""
-        return x_XE.unflatten(0, (-1, self._rows_per_token)).flatten(1, 2)
+        return x_XH.unflatten(0, (-1, self._rows_per_token)).flatten(1, 2)
 
     def _tiles(self, head: int) -> Iterator[_Tiles]:
         """The tiles of some places of all lists, then of the next."""
@@ -172,24 +170,24 @@ class _PastBlocks:
             yield places, tiles.rows_AI[some], tiles.blocks_A[some]
 
     def _merged(
-        self, out_XEF: Tensor, lse_XE: Tensor, parts_ZF: Tensor, lse_Z: Tensor, place_XK: Tensor
+        self, out_XHF: Tensor, lse_XH: Tensor, parts_ZF: Tensor, lse_Z: Tensor, place_XK: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Put a row's results together with what it has."""
-        heads = out_XEF.shape[1]
-        number_E1 = torch.arange(heads, device=place_XK.device)[:, None]
-        place_XEK = (place_XK[:, None] * heads + number_E1).clamp_(max=len(lse_Z) - 1)
-        lse_XEK = lse_Z[place_XEK]
-        total_XE = torch.cat((lse_XEK, lse_XE[..., None]), -1).logsumexp(-1)
-        lowest = torch.finfo(total_XE.dtype).min
-        finite_XE1 = total_XE.clamp(min=lowest)[..., None]
+        heads = out_XHF.shape[1]
+        number_H1 = torch.arange(heads, device=place_XK.device)[:, None]
+        place_XHK = (place_XK[:, None] * heads + number_H1).clamp_(max=len(lse_Z) - 1)
+        lse_XHK = lse_Z[place_XHK]
+        total_XH = torch.cat((lse_XHK, lse_XH[..., None]), -1).logsumexp(-1)
+        lowest = torch.finfo(total_XH.dtype).min
+        finite_XH1 = total_XH.clamp(min=lowest)[..., None]
         merged = embedding_bag(
-            place_XEK.flatten(0, 1),
+            place_XHK.flatten(0, 1),
             parts_ZF,
             mode="sum",
-            per_sample_weights=lse_XEK.sub_(finite_XE1).exp_().flatten(0, 1),
+            per_sample_weights=lse_XHK.sub_(finite_XH1).exp_().flatten(0, 1),
         )
-        share_XE1 = (lse_XE[..., None] - finite_XE1).exp_()
-        return merged.view(out_XEF.shape).addcmul_(out_XEF, share_XE1), total_XE
+        share_XH1 = (lse_XH[..., None] - finite_XH1).exp_()
+        return merged.view(out_XHF.shape).addcmul_(out_XHF, share_XH1), total_XH
 
 
 def _gathered_tiles(block_XK: Tensor, blocks: int, size: int, at_once: int) -> _Tiles:

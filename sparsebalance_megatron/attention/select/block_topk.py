@@ -13,7 +13,7 @@ from sparsebalance_megatron.attention.select.streaming import rank_in_chunks
 from sparsebalance_megatron.attention.select.summaries import (
     BlockSummaries,
     block_means,
-    check_ranked,
+    check_heads,
 )
 from sparsebalance_megatron.config import Router
 
@@ -50,7 +50,7 @@ class BlockTopK(RankingSelector):
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> BlockSummaries:
-        _check_heads(q_THD, k_TGD, layout)
+        check_heads("summaries", q_THD, layout.tokens, k_TGD, layout.tokens)
         with undisturbed(q_THD.device):
             return BlockSummaries(
                 keys_NGD=block_means(k_TGD, layout, self.router).to(k_TGD.dtype),
@@ -73,11 +73,12 @@ class BlockTopK(RankingSelector):
         Equal scores: the lower block number wins. NaN comes last of what is visible. Scores are
         float32 inside ``torch.autocast`` too, and where CUDA takes TF32 for other products.
         """
-        check_ranked(q_THD, summaries.keys_NGD, layouts.kv_layout.blocks, layouts, max_budget)
+        keys_NGD, tokens = summaries.keys_NGD, layouts.query_layout.tokens
+        check_heads("rank", q_THD, tokens, keys_NGD, layouts.kv_layout.blocks, max_budget)
         with undisturbed(q_THD.device):
             indices_QCK, mass_SK = rank_in_chunks(
                 self._queries(q_THD, summaries, layouts),
-                summaries.keys_NGD,
+                keys_NGD,
                 layouts,
                 by_token=self.by_token,
                 softmax_scale=softmax_scale,
@@ -113,18 +114,3 @@ class BlockTopK(RankingSelector):
 TOKEN_QUERY_HEAD = BlockTopK(by_token=True, by_query_head=True)
 TOKEN_KV_HEAD = BlockTopK(by_token=True, by_query_head=False)
 PREVIOUS_BLOCK = BlockTopK(by_token=False, by_query_head=False)
-
-
-def _check_heads(q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> None:
-    fits = (
-        q_THD.ndim == k_TGD.ndim == 3
-        and q_THD.shape[0] == k_TGD.shape[0] == layout.tokens
-        and q_THD.shape[2] == k_TGD.shape[2]
-        and q_THD.shape[1] % k_TGD.shape[1] == 0
-    )
-    if not fits:
-        raise ValueError(
-            f"summaries: query {tuple(q_THD.shape)} and key {tuple(k_TGD.shape)} must be "
-            f"[tokens, heads, head dim] with {layout.tokens} tokens as in the layout, one head "
-            "dim, and query heads a multiple of KV heads"
-        )

@@ -7,8 +7,7 @@ columns in every fourth place. The columns are the best ones outside of the bloc
 reads exactly the keys of k whole blocks, whatever it reads; where it sees no more than k blocks, it
 reads them all. Lists of a larger budget hold those of a smaller one.
 
-Shape legend: S documents of the keys' sequence, N blocks of the queries' sequence, X places of a
-list of columns, J rows of lists, W blocks of a document.
+Shape legend: X places of a list of columns, J rows of lists.
 """
 
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair
-from sparsebalance_megatron.attention.selection import ColumnLists, Selection
+from sparsebalance_megatron.attention.selection import ColumnLists, Selection, named
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,12 +100,8 @@ class RankingSelector:
 
 
 def coverage_at(curves_SK: Tensor, budgets: Tensor) -> Tensor:
-    """Coverage at budgets, integers [S] or [S, any], in their shape; those outside 1..K read the
-    curve's ends."""
-    column = budgets.long().clamp(1, curves_SK.shape[1]) - 1
-    if budgets.ndim == 1:
-        return curves_SK.gather(1, column[:, None])[:, 0]
-    return curves_SK.gather(1, column)
+    """Coverage at budgets, integers [S, any]; those outside 1..K read the curve's ends."""
+    return curves_SK.gather(1, budgets.long().clamp(1, curves_SK.shape[1]) - 1)
 
 
 _CUT_ELEMENTS = 1 << 22
@@ -138,26 +133,12 @@ def cut_columns(
         tokens_JGX, first_J11 = columns_NGX[part], first_N11[part]
         # What is past a list's end lies in any block; it is no candidate.
         block_JGX = (layout.block_T[tokens_JGX.clamp(min=0).long()] - first_J11).clamp_(min=0)
-        read_JGW = read_blocks(
-            blocks_NGK[part] - first_J11, blocks_N[part, None], layout.max_blocks
-        )
+        read_JGW = named(blocks_NGK[part] - first_J11, blocks_N[part, None], layout.max_blocks)
         taken_JGX = best_outside(block_JGX, tokens_JGX >= 0, read_JGW, counts_NG[part, :, None])
         place_JGX = taken_JGX.cumsum(-1).sub_(1).masked_fill_(~taken_JGX, width)
         listed = tokens_JGX.new_full((*tokens_JGX.shape[:2], width + 1), -1)
         tokens_NGK[part] = listed.scatter_(2, place_JGX, tokens_JGX)[..., :width]
     return ColumnLists(tokens_NGK=tokens_NGK, counts_NG=counts_NG)
-
-
-def read_blocks(order_JGK: Tensor, count_JG: Tensor, blocks: int) -> Tensor:
-    """bool [..., J, G, W]: the blocks of a document that are read as blocks, the ``count_JG`` first
-    of ``order_JGK``; dimensions that ``count_JG`` has in front stay."""
-    place_K = torch.arange(order_JGK.shape[2], device=order_JGK.device)
-    # What is not read lands in an extra column, which is cut off.
-    number_JGK = torch.where(place_K < count_JG[..., None], order_JGK, blocks).long()
-    read_JGW = torch.zeros(
-        *number_JGK.shape[:-1], blocks + 1, dtype=torch.bool, device=order_JGK.device
-    )
-    return read_JGW.scatter_(-1, number_JGK, True)[..., :blocks]
 
 
 def best_outside(

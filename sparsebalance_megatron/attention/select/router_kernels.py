@@ -9,9 +9,8 @@ the list and, where coverage is observed, the softmax mass in the order of the l
 Every exchange of the sorting network is a sum over pairs, so keys stay in registers and cross lanes
 by shuffles. A second kernel adds up the blocks of a document. Nothing is atomic.
 
-Shape legend: N blocks of the queries' sequence, S documents of the keys' sequence, E query heads of
-a selecting head, W columns of a product, J columns of a row from its document's first block on,
-then its places; in kernels Y rows of a program.
+Shape legend: E query heads of a selecting head, W columns of a product, J columns of a row from its
+document's first block on, then its places; in kernels Y rows of a program.
 """
 
 import torch

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of a few rows at a time, ranked in torch; or all rows, by Triton kernels.
 
-Shape legend: S documents of the keys' sequence, E query heads of a selecting head, Y rows of a
-chunk, W columns of a chunk (blocks that its rows may read), I first blocks of a document.
+Shape legend: Y rows of a chunk, I first blocks of a document.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ _UNREADABLE_FRACTION = 4
 
 
 def rank_in_chunks(
-    queries_QCED: Tensor,
+    queries_QCHD: Tensor,
     keys_NGD: Tensor,
     layouts: LayoutPair,
     *,
@@ -46,13 +45,13 @@ def rank_in_chunks(
     rounding. Lists are int16 where that numbers all blocks, else int32.
 
     Args:
-        queries_QCED: a row asks with the mean over E.
+        queries_QCHD: a row asks with the mean over H.
         keys_NGD: mean keys of the blocks of the keys' sequence; C is a multiple of G.
         first_blocks: of a document, which come after the own block whatever their scores.
         score: float32 [C, Y, W] of some rows and some blocks, before the softmax scale, in a tensor
             that may be overwritten; None is the product of queries and keys. It is ranked in torch.
     """
-    heads, kv_layout, device = queries_QCED.shape[1], layouts.kv_layout, keys_NGD.device
+    heads, kv_layout, device = queries_QCHD.shape[1], layouts.kv_layout, keys_NGD.device
     own_Q = layouts.kv_block(by_token=by_token)
     # Lists are kept until the backward pass.
     dtype = torch.int16 if kv_layout.blocks <= _MOST_BLOCKS_IN_16_BITS else torch.int32
@@ -61,7 +60,7 @@ def rank_in_chunks(
         from sparsebalance_megatron.attention.select.router_kernels import rank_rows
 
         return indices_QCK, rank_rows(
-            *(queries_QCED, keys_NGD, layouts, indices_QCK),
+            *(queries_QCHD, keys_NGD, layouts, indices_QCK),
             by_token=by_token,
             softmax_scale=softmax_scale,
             observe=observe,
@@ -77,7 +76,7 @@ def rank_in_chunks(
     tokens_Q = torch.ones_like(own_Q) if by_token else layouts.query_layout.length_N
     keys_CND = keys_NGD.float().transpose(0, 1)
     keys_CND = keys_CND.repeat_interleave(heads // len(keys_CND), dim=0)
-    score = score or (lambda rows, blocks: _product(queries_QCED[rows], keys_CND[:, blocks]))
+    score = score or (lambda rows, blocks: _product(queries_QCHD[rows], keys_CND[:, blocks]))
     for chunk in chunks(layouts, by_token=by_token, heads=heads, elements=elements):
         rows, first_column = chunk.rows, chunk.blocks.start
         scores_CYW = score(rows, chunk.blocks)
@@ -103,11 +102,11 @@ def rank_in_chunks(
     return indices_QCK, mass_SK
 
 
-def _product(askers_YCED: Tensor, keys_CWD: Tensor) -> Tensor:
+def _product(askers_YCHD: Tensor, keys_CWD: Tensor) -> Tensor:
     """float32 [C, Y, W], before the softmax scale."""
-    queries_YCED = askers_YCED.float()
-    alone = queries_YCED.shape[2] == 1
-    queries_YCD = queries_YCED[:, :, 0] if alone else queries_YCED.mean(2)
+    queries_YCHD = askers_YCHD.float()
+    alone = queries_YCHD.shape[2] == 1
+    queries_YCD = queries_YCHD[:, :, 0] if alone else queries_YCHD.mean(2)
     return exact_product(queries_YCD.transpose(0, 1), keys_CWD.transpose(1, 2))
 
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Summaries of blocks, which let a selector score blocks that another rank holds; who computes.
-
-Shape legend: B places of a block.
-"""
+"""Summaries of blocks, which let a selector score blocks that another rank holds; who computes."""
 
 import importlib.util
 import warnings
@@ -66,22 +63,21 @@ def block_means(x_THD: Tensor, layout: PackedLayout, router: Router = "torch") -
     return sum_NHD / layout.length_N[:, None, None]
 
 
-def check_ranked(
-    q_THD: Tensor, keys: Tensor, entries: int, layouts: LayoutPair, max_budget: int
+def check_heads(
+    step: str, q_THD: Tensor, tokens: int, keys: Tensor, entries: int, max_budget: int = 1
 ) -> None:
-    """Refuse queries and summaries that do not fit one another or the layouts; of what these say of
-    keys [any, KV heads, head dim] the keys' sequence has ``entries``."""
-    tokens, (found, kv_heads, head_dim) = layouts.query_layout.tokens, keys.shape
-    shape = q_THD.shape
-    fits = q_THD.ndim == 3 and shape[0] == tokens and shape[1] % kv_heads == 0
-    if not fits or shape[2] != head_dim or found != entries:
+    """Refuse queries and keys, or summaries of keys, that fit neither one another nor their
+    layouts, which have so many ``tokens`` and ``entries``."""
+    lengths = q_THD.shape[0], keys.shape[0]
+    fits = q_THD.ndim == keys.ndim == 3 and lengths == (tokens, entries)
+    if not fits or q_THD.shape[1] % keys.shape[1] or q_THD.shape[2] != keys.shape[2]:
         raise ValueError(
-            f"rank: query {tuple(shape)} must be [{tokens} tokens as in its layout, a multiple of "
-            f"{kv_heads} KV heads, {head_dim}], and the summaries of keys {tuple(keys.shape)} must "
-            f"have the {entries} entries of the keys' sequence"
+            f"{step}: query {tuple(q_THD.shape)} must be [{tokens} tokens as in its layout, a "
+            f"multiple of the KV heads, head dim], keys {tuple(keys.shape)} [{entries} entries of "
+            "theirs, KV heads, the same head dim]"
         )
     if max_budget < 1:
-        raise ValueError(f"rank: max_budget {max_budget}: must be at least 1 block")
+        raise ValueError(f"{step}: max_budget {max_budget}: must be at least 1 block")
 
 
 MOST_BLOCKS = 1024

@@ -10,9 +10,8 @@ later query block will put on one past block if every diagonal of the probes kee
 probe's mass at distance d falls into block distances d // B and d // B + 1, in the shares in which
 the B queries of a block look there.
 
-Shape legend: B tokens of a block, X places of a list of columns, U probes of a block, E query heads
-of a KV head, J consecutive blocks of a document, Y keys from a document's first, W blocks from its
-first.
+Shape legend: X places of a list of columns, U probes of a block, J consecutive blocks of a
+document, T keys and W blocks from its first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,9 +30,9 @@ from sparsebalance_megatron.attention.select.ranking import (
     RankingSelector,
     best_outside,
     column_blocks,
-    read_blocks,
 )
-from sparsebalance_megatron.attention.select.summaries import check_ranked
+from sparsebalance_megatron.attention.select.summaries import check_heads
+from sparsebalance_megatron.attention.selection import named
 
 SCORES_AT_ONCE = 1 << 21
 """Scores of probes computed at once: 8 MiB in float32."""
@@ -101,7 +100,8 @@ class VerticalSlash(RankingSelector):
         Equal mass: the lower number wins. Mass that is not a number counts as none. Scores and
         sums are float32 or wider, inside ``torch.autocast`` too.
         """
-        check_ranked(q_THD, summaries.keys_TGD, layouts.kv_layout.tokens, layouts, max_budget)
+        tokens = layouts.query_layout.tokens, layouts.kv_layout.tokens
+        check_heads("rank", q_THD, tokens[0], summaries.keys_TGD, tokens[1], max_budget)
         with undisturbed(q_THD.device):
             lists = _RowLists(q_THD, summaries, layouts, softmax_scale, max_budget, observe)
             return lists.ranking()
@@ -134,7 +134,7 @@ class _RowLists:
         self._layouts, self._layout, self._k_TGD = layouts, layout, summaries.keys_TGD
         heads = self._k_TGD.shape[1]
         self._query_heads = q_THD.shape[1]
-        self._probes_NUGED = summaries.probes_NUHD.unflatten(2, (heads, -1))
+        self._probes_NUGHD = summaries.probes_NUHD.unflatten(2, (heads, -1))
         self._softmax_scale, self._observe = softmax_scale, observe
         self._size = layout.block_size
         self._sinks = min(_SINK_TOKENS, self._size // 4)
@@ -143,7 +143,6 @@ class _RowLists:
         rank_U1 = torch.arange(1, probes + 1, device=q_THD.device)
         self._offset_U = rank_U1 * self._size // probes - 1
         self._first_block_S = layout.grid.first_block_S.tolist()
-        self._runs_of_document = _runs(layouts)
         places = min(max_budget, layout.max_blocks)
         columns = self._size * max(0, places - _ALWAYS_READ)
         rows = layouts.query_layout.blocks, heads
@@ -156,8 +155,8 @@ class _RowLists:
         self._covered_SK = torch.zeros(shape, dtype=torch.float64, device=q_THD.device)
 
     def ranking(self) -> Ranking:
-        for document in range(self._layout.documents):
-            self._rank_document(document)
+        for document, some, row in self._chunks():
+            self._rank_blocks(document, some, row)
         return Ranking(
             layouts=self._layouts,
             by_token=False,
@@ -166,40 +165,44 @@ class _RowLists:
             mass_SK=self._mass_of_budgets() if self._observe else None,
         )
 
-    def _rank_document(self, document: int) -> None:
-        first_token, end_token = self._layout.cu_seqlens[document : document + 2]
-        k_YGD = self._k_TGD[first_token:end_token]
-        first_block = self._first_block_S[document]
-        for some, row in self._chunks(document):
-            k_some = k_YGD[: some.stop * self._size]
-            blocks_JGW, columns_JGY, seen_JGY = self._masses(document, some, k_some)
-            block_order_JGW = _falling_blocks(blocks_JGW, some.start)
-            column_order_JGY, listed_JGY = self._falling_columns(columns_JGY, some.start)
-            rows = slice(row, row + some.stop - some.start)
-            blocks_JGK = self._blocks_NGK[rows, :, : some.stop]
-            number_JGK = block_order_JGW[..., : blocks_JGK.shape[2]] + first_block
-            past_end_JGK = number_JGK > self._layouts.own_block_N[rows, None, None]
-            blocks_JGK.copy_(number_JGK.masked_fill_(past_end_JGK, -1))
-            columns_JGX = self._columns_NGX[rows, :, : len(k_some)]
-            token_JGX = column_order_JGY[..., : columns_JGX.shape[2]] + first_token
-            unlisted_JGX = ~listed_JGY[..., : columns_JGX.shape[2]]
-            columns_JGX.copy_(token_JGX.masked_fill_(unlisted_JGX, -1))
-            if seen_JGY is not None:
-                order = block_order_JGW, column_order_JGY, listed_JGY
-                self._observe_blocks(document, some, seen_JGY, *order)
+    def _rank_blocks(self, document: int, some: slice, row: int) -> None:
+        """Write the lists of some blocks of a document, from a row on."""
+        first_block, first_token = self._first_block_S[document], self._layout.cu_seqlens[document]
+        k_some = self._k_TGD[first_token : self._layout.cu_seqlens[document + 1]]
+        k_some = k_some[: some.stop * self._size]
+        blocks_JGW, columns_JGT, seen_JGT = self._masses(document, some, k_some)
+        block_order_JGW = _falling_blocks(blocks_JGW, some.start)
+        column_order_JGT, listed_JGT = self._falling_columns(columns_JGT, some.start)
+        rows = slice(row, row + some.stop - some.start)
+        blocks_JGK = self._blocks_NGK[rows, :, : some.stop]
+        number_JGK = block_order_JGW[..., : blocks_JGK.shape[2]] + first_block
+        past_end_JGK = number_JGK > self._layouts.own_block_N[rows, None, None]
+        blocks_JGK.copy_(number_JGK.masked_fill_(past_end_JGK, -1))
+        columns_JGX = self._columns_NGX[rows, :, : len(k_some)]
+        token_JGX = column_order_JGT[..., : columns_JGX.shape[2]] + first_token
+        unlisted_JGX = ~listed_JGT[..., : columns_JGX.shape[2]]
+        columns_JGX.copy_(token_JGX.masked_fill_(unlisted_JGX, -1))
+        if seen_JGT is not None:
+            order = block_order_JGW, column_order_JGT, listed_JGT
+            self._observe_blocks(document, some, seen_JGT, *order)
 
-    def _chunks(self, document: int) -> Iterator[tuple[slice, int]]:
-        """Blocks of a document whose probes score few enough keys; and where their lists begin."""
-        blocks = self._layout.blocks_per_document[document]
+    def _chunks(self) -> Iterator[tuple[int, slice, int]]:
+        """A document, blocks of it whose probes score few enough keys, and where their lists
+        begin. Blocks that follow one another in both sequences are cut into as few as serve."""
+        grid, own_N = self._layout.grid, np.asarray(self._layouts.own_blocks)
+        document_N = grid.document_N[own_N]
+        breaks = np.flatnonzero((np.diff(own_N) != 1) | (np.diff(document_N) != 0)) + 1
         probes = self._offset_U.shape[0] * self._query_heads
-        at_once = max(1, self._elements_at_once // (probes * blocks * self._size))
-        for run, row in self._runs_of_document[document]:
-            for first in range(run.start, run.stop, at_once):
-                some = slice(first, min(first + at_once, run.stop))
-                yield some, row + first - run.start
+        for row, end in pairwise([0, *breaks.tolist(), len(own_N)]):
+            document, begin = int(document_N[row]), int(grid.index_N[own_N[row]])
+            keys = int(grid.blocks_S[document]) * self._size
+            at_once = max(1, self._elements_at_once // (probes * keys))
+            for first in range(row, end, at_once):
+                past = min(first + at_once, end)
+                yield document, slice(begin + first - row, begin + past - row), first
 
     def _masses(
-        self, document: int, some: slice, k_YGD: Tensor
+        self, document: int, some: slice, k_TGD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mass by which the blocks and the columns of some query blocks are ranked, and the mass
         that these blocks' own probes see, if it is observed."""
@@ -208,10 +211,10 @@ class _RowLists:
         probing = slice(some.start - before, some.stop if self._observe else some.stop - 1)
         first = self._first_block_S[document]
         blocks = slice(first + probing.start, first + probing.stop)
-        probed_JGY, following_JGW = probed_mass(
-            self._probes_NUGED[blocks],
+        probed_JGT, following_JGW = probed_mass(
+            self._probes_NUGHD[blocks],
             self._probe_NU[blocks] - self._layout.cu_seqlens[document],
-            k_YGD,
+            k_TGD,
             block_size=self._size,
             offset_U=self._offset_U,
             sink_tokens=self._sinks,
@@ -220,49 +223,49 @@ class _RowLists:
         # A document's first block has none before it, and reads itself whatever it asks.
         new = some.stop - some.start - 1 + before
         pads = (0, 0, 0, 0, 1 - before, 0)
-        seen_JGY = probed_JGY[before:] if self._observe else None
-        return pad(following_JGW[:new], pads), pad(probed_JGY[:new], pads), seen_JGY
+        seen_JGT = probed_JGT[before:] if self._observe else None
+        return pad(following_JGW[:new], pads), pad(probed_JGT[:new], pads), seen_JGT
 
-    def _falling_columns(self, mass_JGY: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """int64 [J, G, Y]: all keys, those that may be columns first and by falling mass; and
+    def _falling_columns(self, mass_JGT: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """int64 [J, G, T]: all keys, those that may be columns first and by falling mass; and
         which of these may."""
-        key_Y = torch.arange(mass_JGY.shape[2], device=mass_JGY.device)
-        own_J1 = torch.arange(first, first + len(mass_JGY), device=key_Y.device)[:, None]
-        visible_J1Y = (key_Y // self._size <= own_J1 - _ALWAYS_READ)[:, None]
-        mass_JGY = mass_JGY.nan_to_num(0.0).masked_fill(key_Y < self._sinks, torch.inf)
-        mass_JGY = mass_JGY.masked_fill(~visible_J1Y, -torch.inf)
-        order_JGY = mass_JGY.sort(dim=-1, descending=True, stable=True).indices
-        return order_JGY, visible_J1Y.expand_as(order_JGY).gather(2, order_JGY)
+        key_T = torch.arange(mass_JGT.shape[2], device=mass_JGT.device)
+        own_J1 = torch.arange(first, first + len(mass_JGT), device=key_T.device)[:, None]
+        visible_J1T = (key_T // self._size <= own_J1 - _ALWAYS_READ)[:, None]
+        mass_JGT = mass_JGT.nan_to_num(0.0).masked_fill(key_T < self._sinks, torch.inf)
+        mass_JGT = mass_JGT.masked_fill(~visible_J1T, -torch.inf)
+        order_JGT = mass_JGT.sort(dim=-1, descending=True, stable=True).indices
+        return order_JGT, visible_J1T.expand_as(order_JGT).gather(2, order_JGT)
 
     def _observe_blocks(
         self,
         document: int,
         some: slice,
-        seen_JGY: Tensor,
+        seen_JGT: Tensor,
         block_order_JGW: Tensor,
-        column_order_JGY: Tensor,
-        listed_JGY: Tensor,
+        column_order_JGT: Tensor,
+        listed_JGT: Tensor,
     ) -> None:
         """Add what budgets read of the mass that some blocks' probes see."""
-        size, device = self._size, seen_JGY.device
-        whole_JGW = pad(seen_JGY, (0, -seen_JGY.shape[2] % size)).unflatten(2, (-1, size)).sum(-1)
-        single_JGY = seen_JGY.gather(2, column_order_JGY)
-        block_JGY = column_order_JGY // size
+        size, device = self._size, seen_JGT.device
+        whole_JGW = pad(seen_JGT, (0, -seen_JGT.shape[2] % size)).unflatten(2, (-1, size)).sum(-1)
+        single_JGT = seen_JGT.gather(2, column_order_JGT)
+        block_JGT = column_order_JGT // size
         visible_J = torch.arange(some.start + 1, some.stop + 1, device=device)
         first = self._first_block_S[document]
         tokens_J = self._layout.length_N[first + some.start : first + some.stop]
-        at_once = max(1, self._elements_at_once // single_JGY.numel())
+        at_once = max(1, self._elements_at_once // single_JGT.numel())
         for begin in range(0, len(self._budgets), at_once):
             places = slice(begin, begin + at_once)
             budget_K1 = self._budget_K[places, None]
             columns_KJ = (visible_J > budget_K1) * column_blocks(budget_K1)
             blocks_KJ = visible_J.minimum(budget_K1) - columns_KJ
-            read_KJGW = read_blocks(block_order_JGW, blocks_KJ[..., None], some.stop)
-            taken_KJGY = best_outside(
-                block_JGY, listed_JGY, read_KJGW, (columns_KJ * size)[..., None, None]
+            read_KJGW = named(block_order_JGW, blocks_KJ[..., None], some.stop)
+            taken_KJGT = best_outside(
+                block_JGT, listed_JGT, read_KJGW, (columns_KJ * size)[..., None, None]
             )
             covered_KJ = (whole_JGW * read_KJGW).sum((2, 3), dtype=torch.float64)
-            covered_KJ += (single_JGY * taken_KJGY).sum((2, 3), dtype=torch.float64)
+            covered_KJ += (single_JGT * taken_KJGT).sum((2, 3), dtype=torch.float64)
             self._covered_SK[document, places] += (covered_KJ * tokens_J).sum(1)
 
     def _mass_of_budgets(self) -> Tensor:
@@ -274,21 +277,6 @@ class _RowLists:
             between_KK = torch.from_numpy(np.stack(between))
             covered_SK = covered_SK @ copied_to(between_KK, covered_SK.device)
         return covered_SK.diff(dim=1, prepend=torch.zeros_like(covered_SK[:, :1]))
-
-
-def _runs(layouts: LayoutPair) -> list[list[tuple[slice, int]]]:
-    """Runs of blocks that follow one another in both sequences, by document and counted from its
-    first block; and the place of a run's first block in the queries' sequence."""
-    own_N = np.asarray(layouts.own_blocks)
-    document_N = layouts.kv_layout.grid.document_N[own_N]
-    breaks = np.flatnonzero((np.diff(own_N) != 1) | (np.diff(document_N) != 0)) + 1
-    bounds = [0, *breaks.tolist(), len(own_N)]
-    runs: list[list[tuple[slice, int]]] = [[] for _ in range(layouts.kv_layout.documents)]
-    for row, end in pairwise(bounds):
-        document = document_N[row]
-        begin = int(layouts.kv_layout.grid.index_N[own_N[row]])
-        runs[document].append((slice(begin, begin + end - row), row))
-    return runs
 
 
 def observed_budgets(max_blocks: int) -> tuple[int, ...]:
@@ -312,9 +300,9 @@ def _falling_blocks(mass_JGW: Tensor, first: int) -> Tensor:
 
 
 def probed_mass(
-    q_JUGED: Tensor,
+    q_JUGHD: Tensor,
     position_JU: Tensor,
-    k_YGD: Tensor,
+    k_TGD: Tensor,
     *,
     block_size: int,
     offset_U: Tensor,
@@ -326,28 +314,28 @@ def probed_mass(
     ``offset_U`` are their places in a whole block, which diagonals start from.
 
     Returns:
-        float32, each the mean of a block's probes and query heads: columns_JGY, their mass on every
+        float32, each the mean of a block's probes and query heads: columns_JGT, their mass on every
         key; and blocks_JGW, the mass that the block right after theirs is expected to put on every
         block.
     """
-    blocks, probes, _, group, _ = q_JUGED.shape
-    q_GXD = q_JUGED.float().permute(2, 0, 1, 3, 4).flatten(1, 3)
-    k_GDY = k_YGD.float().permute(1, 2, 0)
-    scores = exact_product(q_GXD, k_GDY).unflatten(1, (blocks, probes, group))
-    keys = k_YGD.shape[0]
-    later_JU1Y = torch.arange(keys, device=k_YGD.device) > position_JU[..., None, None]
-    scores.mul_(softmax_scale).masked_fill_(later_JU1Y, -torch.inf)
-    mass_GJUY = scores.softmax(-1).mean(3)
-    columns_JGY = mass_GJUY.mean(2).transpose(0, 1)
-    mass_GJUY[..., :sink_tokens] = 0.0
-    padded = pad(mass_GJUY, (0, -keys % block_size)).unflatten(3, (-1, block_size))
+    blocks, probes, _, group, _ = q_JUGHD.shape
+    q_GXD = q_JUGHD.float().permute(2, 0, 1, 3, 4).flatten(1, 3)
+    k_GDT = k_TGD.float().permute(1, 2, 0)
+    scores = exact_product(q_GXD, k_GDT).unflatten(1, (blocks, probes, group))
+    keys = k_TGD.shape[0]
+    later_JU1T = torch.arange(keys, device=k_TGD.device) > position_JU[..., None, None]
+    scores.mul_(softmax_scale).masked_fill_(later_JU1T, -torch.inf)
+    mass_GJUT = scores.softmax(-1).mean(3)
+    columns_JGT = mass_GJUT.mean(2).transpose(0, 1)
+    mass_GJUT[..., :sink_tokens] = 0.0
+    padded = pad(mass_GJUT, (0, -keys % block_size)).unflatten(3, (-1, block_size))
     mass_GJWX = padded.transpose(2, 3).flatten(3)
     shares_X3 = _shares(offset_U, block_size).flatten(0, 1)
     # The mass on a block goes to it, to the next one and to the one after that.
     shifted_GJW3 = exact_product(mass_GJWX, shares_X3) / probes
     width = shifted_GJW3.shape[2]
     moved = [pad(x_GJW, (n, 0))[..., :width] for n, x_GJW in enumerate(shifted_GJW3.unbind(-1))]
-    return columns_JGY, torch.stack(moved).sum(0).transpose(0, 1)
+    return columns_JGT, torch.stack(moved).sum(0).transpose(0, 1)
 
 
 def _shares(offset_U: Tensor, block_size: int) -> Tensor:

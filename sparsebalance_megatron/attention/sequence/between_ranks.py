@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange between ranks that share a sequence.
 
-Shape legend: T tokens (of a slice or of the sequence), E keys and values side by side, Z tokens of
-all members, padded to as many as the longest has.
+Shape legend: Z tokens of all members, padded to as many as the longest has.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -5,8 +5,7 @@ A micro-batch may pass the pipeline in segments, which are cut at whole blocks, 
 backward in reverse order. Everything here is about the sequence so far: the tokens up to the end of
 a segment, which are all that its queries may read.
 
-Shape legend: T tokens of a segment or of the sequence so far, on this rank, E both side by side, S
-documents that have begun, K budgets up to the most blocks of a document so far.
+Shape legend: T tokens, S documents and K budgets of the sequence so far, on this rank.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of a slice's queries over the packed sequence that the slice is part of.
-
-Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives it).
-"""
+"""Attention of a slice's queries over the packed sequence that the slice is part of."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

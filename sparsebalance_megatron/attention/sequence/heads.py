@@ -11,8 +11,7 @@ whatever the documents, and outputs are bit-equal to those of one rank. The sche
 DeepSpeed-Ulysses (arXiv:2309.14509); where there are more members than KV heads, these travel to
 several members.
 
-Shape legend: T tokens (of a slice, or of the whole sequence), E values of a token and member side
-by side, W members.
+Shape legend: E values of a token and member side by side, W members.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
+
+type _Exchange = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,11 +60,11 @@ class TravellingHeads:
         of_member = [(x.shape[1] // members, x.shape[2]) for x in parts]
         sizes = [heads * size for heads, size in of_member]
         packed = [x.reshape(own, members, size) for x, size in zip(parts, sizes, strict=True)]
-        whole_TE = _Exchanged.apply(torch.cat(packed, dim=2), self, True)
+        whole_TE = _Exchanged.apply(torch.cat(packed, dim=2), self.to_heads, self.to_tokens)
         split = zip(whole_TE.split(sizes, dim=1), of_member, strict=True)
         out = attention(*(x.unflatten(1, shape) for x, shape in split))
         out_TE = out.reshape(self.tokens, of_member[0][0] * of_member[2][1])
-        out_TWE = _Exchanged.apply(out_TE, self, False)
+        out_TWE = _Exchanged.apply(out_TE, self.to_tokens, self.to_heads)
         return out_TWE.reshape(own, query_heads, of_member[2][1])
 
     def to_heads(self, x_TWE: Tensor) -> Tensor:
@@ -111,12 +112,10 @@ class _Exchanged(torch.autograd.Function):
     """One all-to-all, whose gradient is the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, heads: TravellingHeads, to_heads: bool) -> Tensor:
-        ctx.heads, ctx.to_heads = heads, to_heads
-        return heads.to_heads(x) if to_heads else heads.to_tokens(x)
+    def forward(ctx: Any, x: Tensor, there: _Exchange, back: _Exchange) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        heads: TravellingHeads = ctx.heads
-        way_back = heads.to_tokens if ctx.to_heads else heads.to_heads
-        return way_back(gradients[0]), None, None
+        return ctx.back(gradients[0]), None, None

@@ -11,8 +11,6 @@ Of a document a slice holds runs of neighbouring tokens, in any number and at an
 
 The first rectangles of all documents are one call of the kernel, so are the second ones, and so on.
 Whoever holds which tokens, values are the same to rounding; the work of a member follows from it.
-
-Shape legend: T tokens of the slice, or of the sequence (keys and values).
 """
 
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ from sparsebalance_megatron.attention.kernels.contract import (
     merge_partials,
     wide_dtype,
 )
-from sparsebalance_megatron.attention.layout import packed_layout
+from sparsebalance_megatron.attention.layout import made_once, packed_layout
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.slice import SequenceSlice
 
@@ -70,7 +68,7 @@ class DensePieces:
         if self.lists is not None:
             out_THF, lse_TH = self.lists.forward(given)
             out_THF = out_THF.to(wide)
-        for piece in self.pieces():
+        for piece in pieces_of(self.sequence, self.documents):
             out, lse = self.dense.forward(piece.of(given))
             found = out_THF[piece.query_T], lse_TH[piece.query_T]
             out, lse = merge_partials(*found, out.to(wide), lse)
@@ -83,7 +81,7 @@ class DensePieces:
         sums = [x.new_zeros(x.shape, dtype=wide_dtype(dtype)) for x in saved.qkv]
         if self.lists is not None:
             sums = [x.to(wide_dtype(dtype)) for x in self.lists.backward(dout_THF, saved)]
-        for piece in self.pieces():
+        for piece in pieces_of(self.sequence, self.documents):
             rows = piece.query_T, piece.key_T, piece.key_T
             out_THF, lse_TH, dout = (x[rows[0]] for x in (saved.out_THF, saved.lse_TH, dout_THF))
             of_piece = replace(piece.of(saved), out_THF=out_THF, lse_TH=lse_TH)
@@ -93,43 +91,40 @@ class DensePieces:
         dq_THD, dk_TGD, dv_TGF = (x.to(dtype) for x in sums)
         return dq_THD, dk_TGD, dv_TGF
 
-    def pieces(self) -> Sequence[Piece]:
-        """The square and the rectangles; made once for a slice."""
-        if self.documents not in self.sequence.pieces:
-            self.sequence.pieces[self.documents] = self._pieces()
-        found: Sequence[Piece] = self.sequence.pieces[self.documents]
-        return found
 
-    def _pieces(self) -> list[Piece]:
-        held_T, boundaries = self.sequence.tokens_T, self.sequence.cu_seqlens
-        squares: list[tuple[np.ndarray, np.ndarray]] = []
-        rectangles: list[list[tuple[np.ndarray, np.ndarray]]] = []
-        for first, end in pairwise(boundaries[: self.documents + 1]):
-            a, b = np.searchsorted(held_T, (first, end))
-            own_T, level = held_T[a:b], 0
-            if a == b:
-                continue
-            squares.append((np.arange(a, b), own_T))
-            runs = np.flatnonzero(np.diff(own_T, prepend=own_T[0] - 2) != 1)
-            for run, before in zip(runs, (first, *(own_T[runs[1:] - 1] + 1)), strict=True):
-                if before < own_T[run]:
-                    rectangles.extend([] for _ in range(level + 1 - len(rectangles)))
-                    rectangles[level].append((np.arange(a + run, b), np.arange(before, own_T[run])))
-                    level += 1
-        pieces = [self._piece(squares, causal=True)] if squares else []
-        return pieces + [self._piece(each, causal=False) for each in rectangles]
+@made_once
+def pieces_of(sequence: SequenceSlice, documents: int) -> list[Piece]:
+    """The square and the rectangles of a slice's first documents."""
+    held_T, boundaries = sequence.tokens_T, sequence.cu_seqlens
+    squares: list[tuple[np.ndarray, np.ndarray]] = []
+    rectangles: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    for first, end in pairwise(boundaries[: documents + 1]):
+        a, b = np.searchsorted(held_T, (first, end))
+        own_T, level = held_T[a:b], 0
+        if a == b:
+            continue
+        squares.append((np.arange(a, b), own_T))
+        runs = np.flatnonzero(np.diff(own_T, prepend=own_T[0] - 2) != 1)
+        for run, before in zip(runs, (first, *(own_T[runs[1:] - 1] + 1)), strict=True):
+            if before < own_T[run]:
+                rectangles.extend([] for _ in range(level + 1 - len(rectangles)))
+                rectangles[level].append((np.arange(a + run, b), np.arange(before, own_T[run])))
+                level += 1
+    pieces = [_piece(sequence, squares, causal=True)] if squares else []
+    return pieces + [_piece(sequence, each, causal=False) for each in rectangles]
 
-    def _piece(self, parts: Sequence[tuple[np.ndarray, np.ndarray]], *, causal: bool) -> Piece:
-        """``parts``: tokens of queries and of keys, document by document."""
-        layouts = [
-            packed_layout(
-                np.cumsum([0, *map(len, tokens)]), self.sequence.block_size, self.sequence.device
-            )
-            for tokens in zip(*parts, strict=True)
-        ]
-        query_T, key_T = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return Piece(
-            query_T=self.sequence.on_device(query_T),
-            key_T=self.sequence.on_device(key_T),
-            selection=Selection.of_documents(layouts[0], None if causal else layouts[1]),
-        )
+
+def _piece(
+    sequence: SequenceSlice, parts: Sequence[tuple[np.ndarray, np.ndarray]], *, causal: bool
+) -> Piece:
+    """``parts``: tokens of queries and of keys, document by document."""
+    layouts = [
+        packed_layout(np.cumsum([0, *map(len, tokens)]), sequence.block_size, sequence.device)
+        for tokens in zip(*parts, strict=True)
+    ]
+    query_T, key_T = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return Piece(
+        query_T=sequence.on_device(query_T),
+        key_T=sequence.on_device(key_T),
+        selection=Selection.of_documents(layouts[0], None if causal else layouts[1]),
+    )

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The part of a packed sequence that one rank holds, and the group that holds the whole.
 
-Shape legend: T tokens (of the packed sequence or of a slice), E head dims of keys and values side
-by side, W members of the group.
+Shape legend: W members of the group.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from sparsebalance_megatron.attention.layout import (
     LayoutPair,
     PackedLayout,
     block_grid,
+    made_once,
     packed_layout,
 )
 from sparsebalance_megatron.attention.selection import Selection
@@ -45,10 +45,6 @@ class SequenceGroup:
     alone: ProcessGroup | None = None
     shares_heads: bool = False
     lists_by_heads: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.member < self.members:
-            raise ValueError(f"member {self.member}: the group has 0 to {self.members - 1}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,27 +155,16 @@ class SequenceSlice:
         owner_N = self.owner_N[self._grid.blocks_S[:documents].sum() :]
         return bool(np.bincount(owner_N, minlength=self.group.members).all())
 
+    @made_once
     def without(self, documents: int) -> "SequenceSlice":
         """The slice of all but the first documents; made once for each number."""
-        if documents not in self._without:
-            first = self._grid.first_block_S[documents]
-            start = self.cu_seqlens[documents]
-            self._without[documents] = replace(
-                self,
-                cu_seqlens=tuple(each - start for each in self.cu_seqlens[documents:]),
-                owner_N=self.owner_N[first:],
-                pad_to_multiple_of=1,
-            )
-        return self._without[documents]
-
-    @cached_property
-    def _without(self) -> "dict[int, SequenceSlice]":
-        return {}
-
-    @cached_property
-    def pieces(self) -> dict[Any, Any]:
-        """What :mod:`.pieces` has made of it."""
-        return {}
+        first, start = self._grid.first_block_S[documents], self.cu_seqlens[documents]
+        return replace(
+            self,
+            cu_seqlens=tuple(each - start for each in self.cu_seqlens[documents:]),
+            owner_N=self.owner_N[first:],
+            pad_to_multiple_of=1,
+        )
 
     def rows_of(self, documents: int, *, by_token: bool) -> int:
         """Tokens of the first documents that this rank holds, or blocks."""

@@ -31,7 +31,7 @@ from attention.cases import (
     with_columns,
     with_lists,
 )
-from attention.sequence.slices import local_selection, of_members, random_owners, slices_of
+from attention.sequence.slices import of_members, random_owners, slices_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.flash_attention_4 import emulate
@@ -245,32 +245,6 @@ def test_parts_lose_no_precision(dtype: torch.dtype) -> None:
     slices = slices_of(CU_SEQLENS, np.array(OWNERS["five"]), 5, block=16)
     found = of_members(case, "tokens", dtype, slices)
     assert_as_good_as_plain(case, found, dtype, case.plain(torch.float64))
-
-
-@pytest.mark.parametrize("off_the_cpu", [False, True])
-@every_kind
-def test_queries_of_some_blocks_get_their_rows_of_the_whole(
-    kind: str, implementation: str, off_the_cpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With gradients, through the public call; as computed on the CPU and elsewhere."""
-    if off_the_cpu:
-        compute_as_off_the_cpu(monkeypatch)
-    case = _case(kind, implementation)
-    held = slices_of(CU_SEQLENS, np.array(OWNERS["random"]), 3, block=16)[0]
-    rows = held.tokens_T
-    case.dout_THF[np.setdiff1d(np.arange(CU_SEQLENS[-1]), rows)] = 0.0
-    part = dataclasses.replace(
-        case,
-        q_THD=case.q_THD[rows],
-        dout_THF=case.dout_THF[rows],
-        selection=local_selection(case.selection, held),
-    )
-    *of_rows, dk, dv = part.ours(implementation, _dtype(implementation))
-    # All other rows are those of the yardstick.
-    filled = [x.to(some.dtype) for x, some in zip(case.plain(torch.float64), of_rows, strict=False)]
-    for whole, some in zip(filled, of_rows, strict=True):
-        whole[rows] = some
-    _assert_right(case, implementation, (*filled, dk, dv))
 
 
 @pytest.mark.parametrize("spoilt", ["nan", "inf", "-inf", "everything"])

@@ -43,6 +43,16 @@ def _dense(case: Case, kernel: Any = "auto") -> tuple[torch.Tensor, ...]:
     )
 
 
+def _drawn(
+    seed: int, queries: PackedLayout, keys: PackedLayout, kv_heads: int, group: int
+) -> list[torch.Tensor]:
+    """Two of queries' shape, keys and values, and a third and an LSE of the queries."""
+    generator = torch.Generator().manual_seed(seed)
+    of_queries, of_keys = (queries.tokens, kv_heads * group), (keys.tokens, kv_heads)
+    shapes = [(*of_queries, 8)] * 2 + [(*of_keys, 8)] * 2 + [(*of_queries, 8), of_queries]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("seed", range(20))
 def test_documents_and_rectangles_are_those_of_the_cpu(seed: int) -> None:
@@ -56,16 +66,8 @@ def test_documents_and_rectangles_are_those_of_the_cpu(seed: int) -> None:
     keys = keys if seed % 2 else queries
     lists = Selection.of_documents(queries, keys if seed % 2 else None)
     kv_heads, group = drawn.randint(1, 3), drawn.randint(1, 3)
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(layout: PackedLayout, heads: int, *size: int) -> torch.Tensor:
-        shape = layout.tokens, heads, *size
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    q, dout, out = (randn(queries, kv_heads * group, 8) for _ in range(3))
-    k, v = (randn(keys, kv_heads, 8) for _ in range(2))
-    lse = 5.0 + randn(queries, kv_heads * group)
-    of_parts = saved(q, k, v, out, lse, lists)
+    q, dout, k, v, out, lse = _drawn(seed, queries, keys, kv_heads, group)
+    of_parts = saved(q, k, v, out, 5.0 + lse, lists)
     ours, expected = (
         (*each.forward(inputs_of(q, k, v, lists)), *each.backward(dout, of_parts))
         for each in (fa4, dense)
@@ -209,16 +211,10 @@ def test_random_lists_are_those_of_the_reference(
         layouts = SequenceSlice.dealt(cu_seqlens, group, block_size=block).layouts
     kv_heads, group_size = drawn.randint(1, 3), drawn.randint(1, 3)
     lists = _random_lists(drawn, layouts, kv_heads)
-    generator = torch.Generator().manual_seed(seed)
-
-    def randn(layout: PackedLayout, heads: int, *size: int) -> torch.Tensor:
-        shape = layout.tokens, heads, *size
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    q, dout, other = (randn(layouts.query_layout, kv_heads * group_size, 8) for _ in range(3))
-    k, v = (randn(layouts.kv_layout, kv_heads, 8) for _ in range(2))
+    both = layouts.query_layout, layouts.kv_layout
+    q, dout, k, v, other, lse = _drawn(seed, *both, kv_heads, group_size)
     forwards = [x.forward(inputs_of(q, k, v, lists)) for x in (fa4_lists, reference)]
-    merged = merge_partials(*forwards[1], other, other[..., 0])
+    merged = merge_partials(*forwards[1], other, lse)
     of_parts = saved(q, k, v, *merged, lists)
     backwards = [x.backward(dout, of_parts) for x in (fa4_lists, reference)]
     assert_exact(*((*a, *b) for a, b in zip(forwards, backwards, strict=True)))

@@ -16,9 +16,10 @@ import pytest
 import torch
 from attention.cases import ranked
 from attention.kernels.triton.where import DEVICE, pytestmark  # noqa: F401
+from attention.sequence.slices import random_owners, slices_of
 from torch import Tensor
 
-from sparsebalance_megatron.attention.layout import LayoutPair, PackedLayout, packed_layout
+from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import router_kernels, selector_named
 from sparsebalance_megatron.attention.select.block_topk import BlockTopK
 from sparsebalance_megatron.attention.select.ranking import Ranking
@@ -194,20 +195,15 @@ def test_ties_go_to_the_lower_block() -> None:
 @pytest.mark.parametrize("observe", [False, True])
 @pytest.mark.parametrize("selection", ["token-query-head", "previous-block"])
 def test_queries_of_some_blocks_rank_as_in_torch(selection: str, observe: bool) -> None:
-    """A member of a context group: blocks in any order, each a document of its own."""
-    layout = packed_layout([0, 21, 29, 70, 107], BLOCK, DEVICE)
-    q_THD, k_TGD = _inputs(layout.tokens)
-    own_blocks = [13, 2, 0, 5, 9, 8]
-    bounds = layout.bounds_on_host.tolist()
-    tokens = [token for n in own_blocks for token in range(bounds[n], bounds[n + 1])]
-    lengths = [bounds[n + 1] - bounds[n] for n in own_blocks]
-    members = packed_layout([0, *itertools.accumulate(lengths)], BLOCK, DEVICE)
-    rows = LayoutPair.of_blocks(members, layout, own_blocks)
+    """A member of a context group."""
+    cu_seqlens = [0, 21, 29, 70, 107]
+    held = slices_of(cu_seqlens, random_owners(15, 3, 0), 3, BLOCK, DEVICE)[1]
+    q_THD, k_TGD = _inputs(107)
     kernel, plain = (
         selector.rank(
-            q_THD[tokens],
-            selector.summaries(q_THD, k_TGD, layout),
-            rows,
+            q_THD[held.tokens_T],
+            selector.summaries(q_THD, k_TGD, held.whole_layout),
+            held.layouts,
             softmax_scale=0.02,
             max_budget=3,
             observe=observe,

@@ -60,10 +60,21 @@ def test_budgets_that_do_not_fit_are_named(selector: Any) -> None:
         selector.select(_ranking(selector), torch.tensor([3]))
 
 
+@every_selector
+def test_queries_that_do_not_fit_are_named(selector: Any) -> None:
+    q_THD, k_TGD = drawn(157, 4, 2)
+    keys = selector.summaries(q_THD, k_TGD, LAYOUT)
+    two_blocks = LayoutPair.of_blocks(packed_layout([0, 8, 16], 8, "cpu"), LAYOUT, [0, 1])
+    how = {"softmax_scale": 1.0, "max_budget": 3, "observe": False}
+    for some_THD, layouts in ((q_THD, two_blocks), (q_THD[:9], LayoutPair.within(LAYOUT))):
+        tokens = layouts.query_layout.tokens
+        with pytest.raises(ValueError, match=f"{tokens} tokens as in its layout"):
+            selector.rank(some_THD, keys, layouts, **how)
+
+
 def test_coverage_lookup_reads_the_ends_outside() -> None:
     curves_SK = torch.tensor([[0.5, 0.75, 1.0], [0.25, 0.5, 1.0]])
-    assert coverage_at(curves_SK, torch.tensor([1, 9], dtype=torch.int32)).tolist() == [0.5, 1.0]
-    grid_SK = torch.tensor([0, 2, 4]).expand(2, -1)
+    grid_SK = torch.tensor([0, 2, 4], dtype=torch.int32).expand(2, -1)
     assert coverage_at(curves_SK, grid_SK).tolist() == [[0.5, 0.75, 1.0], [0.25, 0.5, 1.0]]
 
 

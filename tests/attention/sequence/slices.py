@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices of packed sequences with any owners, and attention of all members in one process."""
 
+import functools
 import itertools
+import json
 import random
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from attention.cases import Case, inputs_of, on_device, saved
+from harness import PROGRAMS, run_training
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -124,3 +130,17 @@ def of_members(
         assert added.dtype == wide
         dkv += added
     return tuple(x.cpu() for x in (out, lse, dq, *dkv.to(dtype).split(head_dims, 2)))
+
+
+@functools.cache
+def _files_of(program: str, members: int) -> dict[str, Any]:
+    """The files that a program leaves on so many ranks."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = (str(PROGRAMS / program), directory)
+        run_training(members, (), program=command).require_success()
+        return {path.stem: json.loads(path.read_text()) for path in Path(directory).iterdir()}
+
+
+def reports_of(program: str, of: str, members: int) -> list[dict[str, Any]]:
+    """What each member reports; a program runs once for a number of members."""
+    return [_files_of(program, members)[f"{of}{rank}"] for rank in range(members)]

@@ -2,13 +2,9 @@
 """The exchange on real process groups: results of one rank, traffic as counted."""
 
 import functools
-import json
-import tempfile
-from pathlib import Path
-from typing import Any
 
 import pytest
-from harness import PROGRAMS, run_training
+from attention.sequence.slices import reports_of
 
 pytestmark = pytest.mark.distributed
 
@@ -18,16 +14,7 @@ every_size = pytest.mark.parametrize(
 KV_HEADS, HEAD_DIM = 2, (8 + 12) // 2
 
 
-@functools.cache
-def _reports(members: int) -> list[dict[str, Any]]:
-    """What each member reports."""
-    with tempfile.TemporaryDirectory() as directory:
-        program = (str(PROGRAMS / "exchange_rank.py"), directory)
-        run_training(members, (), program=program).require_success()
-        return [
-            json.loads((Path(directory) / f"rank{rank}.json").read_text())
-            for rank in range(members)
-        ]
+_reports = functools.partial(reports_of, "exchange_rank.py", "rank")
 
 
 @every_size

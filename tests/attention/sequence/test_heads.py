@@ -2,35 +2,16 @@
 """Heads that travel, on real process groups: results of one rank, bit for bit, and traffic."""
 
 import functools
-import json
-import tempfile
-from pathlib import Path
-from typing import Any
 
 import pytest
-from harness import PROGRAMS, run_training
+from attention.sequence.slices import reports_of
 
 REPEATED_ROUNDING = {"float64": 1e-15, "float32": 1e-6, "bfloat16": 8e-3}
 """Sums of parts of a KV head's gradient, in two roundings of each part."""
 
 
-@functools.cache
-def _all_reports(members: int) -> dict[str, list[dict[str, Any]]]:
-    """What each member reports of documents that are dense, and of lists."""
-    with tempfile.TemporaryDirectory() as directory:
-        program = (str(PROGRAMS / "heads_rank.py"), directory)
-        run_training(members, (), program=program).require_success()
-        return {
-            of: [
-                json.loads((Path(directory) / f"{of}{rank}.json").read_text())
-                for rank in range(members)
-            ]
-            for of in ("rank", "lists")
-        }
-
-
-def _reports(members: int) -> list[dict[str, Any]]:
-    return _all_reports(members)["rank"]
+_reports = functools.partial(reports_of, "heads_rank.py", "rank")
+_reports_of_lists = functools.partial(reports_of, "heads_rank.py", "lists")
 
 
 @pytest.mark.distributed
@@ -68,7 +49,7 @@ def test_two_exchanges_forward_and_two_backward(members: int) -> None:
 def test_lists_are_selected_by_each_member_for_its_heads(members: int) -> None:
     """Layers with sinks give one rank's outputs, gradients and coverage, beside dense documents and
     a broken one; the router exchanges nothing."""
-    for report in _all_reports(members)["lists"]:
+    for report in _reports_of_lists(members):
         for selection, found in report.items():
             assert found.pop("calls") == 4, selection
             for name, error in found.items():

@@ -21,54 +21,42 @@ def forward(given: Inputs) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: ``softmax_scale`` is not positive.
     """
-    selection, softmax_scale = given.selection, given.softmax_scale
-    if not softmax_scale > 0.0:
+    if not given.softmax_scale > 0.0:
         raise ValueError(
-            f"block_sparse_attention: softmax_scale {softmax_scale}: must be positive for "
+            f"block_sparse_attention: softmax_scale {given.softmax_scale}: must be positive for "
             'implementation "triton"; negate the queries instead'
         )
-    from sparsebalance_megatron.attention.kernels.triton import (
-        device_functions,
-        query_block_kernel,
-        token_kernels,
-    )
+    from sparsebalance_megatron.attention.kernels.triton import query_block_kernel, token_kernels
     from sparsebalance_megatron.attention.kernels.triton.index import readers_of
 
-    q_THD, k_TGD, v_TGF = map(device_functions.with_dense_rows, given.qkv)
-    out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
+    given, q_THD = _with_dense_rows(given), given.q_THD
+    out_THF = q_THD.new_empty(*q_THD.shape[:2], given.v_TGF.shape[2])
     lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
-    tensors = q_THD, k_TGD, v_TGF, None, out_THF, lse_TH, None
     with torch.cuda.device_of(q_THD):
-        if selection.by_token:
-            readers = readers_of(selection, k_TGD.shape[1])
-            token_kernels.launch(selection, readers, tensors, softmax_scale)
+        if given.selection.by_token:
+            readers = readers_of(given.selection, given.k_TGD.shape[1])
+            token_kernels.launch(given, readers, None, (out_THF, lse_TH, None))
         else:
-            query_block_kernel.launch(selection, (*tensors, None), softmax_scale)
+            query_block_kernel.launch(given, None, (out_THF, lse_TH, None, None))
     return out_THF, lse_TH
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    from sparsebalance_megatron.attention.kernels.triton import (
-        device_functions,
-        key_block_kernel,
-        token_kernels,
-    )
+    from sparsebalance_megatron.attention.kernels.triton import key_block_kernel, token_kernels
+    from sparsebalance_megatron.attention.kernels.triton.device_functions import with_dense_rows
 
     kernels = token_kernels if saved.selection.by_token else key_block_kernel
-    inputs = *saved.qkv, dout_THF
-    q_THD, k_TGD, v_TGF, dout_THF = map(device_functions.with_dense_rows, inputs)
+    out_THF, lse_TH = saved.out_THF.contiguous(), saved.lse_TH.contiguous()
+    saved = replace(_with_dense_rows(saved), out_THF=out_THF, lse_TH=lse_TH)
     with torch.cuda.device_of(dout_THF):
-        return kernels.gradients(
-            dout_THF,
-            replace(
-                saved,
-                q_THD=q_THD,
-                k_TGD=k_TGD,
-                v_TGF=v_TGF,
-                out_THF=saved.out_THF.contiguous(),
-                lse_TH=saved.lse_TH.contiguous(),
-            ),
-        )
+        return kernels.gradients(with_dense_rows(dout_THF), saved)
+
+
+def _with_dense_rows[Given: Inputs](given: Given) -> Given:
+    from sparsebalance_megatron.attention.kernels.triton.device_functions import with_dense_rows
+
+    q_THD, k_TGD, v_TGF = map(with_dense_rows, given.qkv)
+    return replace(given, q_THD=q_THD, k_TGD=k_TGD, v_TGF=v_TGF)
 
 
 def obstacle(q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:

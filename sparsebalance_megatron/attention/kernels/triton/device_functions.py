@@ -2,8 +2,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Device functions of all attention kernels: loads, a step of each product, stores, constants.
 
-Shape legend: E both side by side, I items, B tokens of a block, C columns (keys) of a tile; in
-kernels Y query rows of a tile.
+Shape legend: I items, C columns (keys) of a tile; in kernels Y query rows of a tile.
 """
 
 import math

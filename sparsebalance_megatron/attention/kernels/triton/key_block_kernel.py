@@ -12,9 +12,9 @@ them; its results are final for this reader and are written in float32, by place
 second kernel adds up a token's results in the order of its readers. Query blocks are computed in
 chunks, which bound the memory for partial sums.
 
-Shape legend: X dk and dv side by side, I items, B tokens of a block, J query blocks of a chunk, E
-entries of a chunk's lists, Z places of all query blocks, full or not; in kernels C columns (keys)
-of a tile, O entries of a program.
+Shape legend: X dk and dv side by side, J query blocks of a chunk, E entries of a chunk's lists, Z
+places of all query blocks, full or not; in kernels C columns (keys) of a tile, O entries of a
+program.
 """
 
 import torch

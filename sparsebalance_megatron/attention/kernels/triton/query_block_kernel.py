@@ -11,12 +11,14 @@ Shape legend: U of a result (F of out, D of dq), Z places of all query blocks, f
 columns (keys) of a tile; in kernels Y query rows of a tile.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved
 from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LN_2,
     LOG2_E,
@@ -26,7 +28,7 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     row_strides,
     tile_constants,
 )
-from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, tiles_of
+from sparsebalance_megatron.attention.kernels.triton.tiles import tiles_of
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
 
 
@@ -38,9 +40,7 @@ def query_gradient(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor]:
     statistics_2HZ = torch.zeros(
         2, q_THD.shape[1], layout.blocks * layout.block_size, device=q_THD.device
     )
-    results = saved.out_THF, saved.lse_TH, dq_THD, statistics_2HZ
-    inputs = q_THD, saved.k_TGD, saved.v_TGF, dout_THF, *results
-    launch(saved.selection, inputs, saved.softmax_scale)
+    launch(saved, dout_THF, (saved.out_THF, saved.lse_TH, dq_THD, statistics_2HZ))
     return dq_THD, statistics_2HZ
 
 
@@ -54,27 +54,19 @@ def listed_columns(selection: Selection) -> ColumnLists | None:
     )
 
 
-def packed_rows(tile: Tile, group: int, block_size: int) -> int:
-    """Rows of a tile that cuts the group * block_size rows of a query block evenly."""
-    rows = tile.rows
-    while (group * block_size) % rows:
-        rows //= 2
-    return rows
-
-
-def launch(selection: Selection, tensors: tuple[Tensor | None, ...], softmax_scale: float) -> None:
-    """Launch the kernel with ``tensors``, its first arguments."""
-    q_THD, k_TGD, v_TGF, dout_THF, *_ = tensors
-    assert q_THD is not None and k_TGD is not None and v_TGF is not None
+def launch(given: Inputs, dout_THF: Tensor | None, results: tuple[Tensor | None, ...]) -> None:
+    """Launch the kernel, whose arguments after dout are ``results``."""
+    (q_THD, k_TGD, v_TGF), selection = given.qkv, given.selection
     tiles = tiles_of(k_TGD, v_TGF)
     tile = tiles.forward if dout_THF is None else tiles.query_gradient
-    scale = softmax_scale * (float(LOG2_E.value) if dout_THF is None else 1.0)
+    scale = given.softmax_scale * (float(LOG2_E.value) if dout_THF is None else 1.0)
     layout, kv_heads = selection.query_layout, k_TGD.shape[1]
     group = q_THD.shape[1] // kv_heads
-    rows = packed_rows(tile, group, layout.block_size)
+    # Tiles cut the rows of a query block evenly; their rows are a power of two.
+    rows = math.gcd(tile.rows, group * layout.block_size)
     columns = listed_columns(selection)
     _query_block_kernel[(layout.blocks * kv_heads * (group * layout.block_size // rows),)](
-        *tensors,
+        *(*given.qkv, dout_THF, *results),
         *(selection.indices_QCK.contiguous(), selection.counts_QC.contiguous()),
         *(selection.own_block_N, layout.start_N, layout.document_end_N),
         selection.kv_layout.start_N,

@@ -13,9 +13,8 @@ dq goes as the forward pass does. dk and dv stay in registers while a program st
 that chose its block, of all heads that read its KV head; long lists are cut into items, whose
 float32 parts are added in order.
 
-Shape legend: U of a result (F of out, D of dq), E dk and dv side by side, I items, B tokens of a
-block, C columns (keys) of a tile, O rows of a program; in kernels Y rows of a tile (reader by
-reader, the query heads of its list side by side).
+Shape legend: U of a result (F of out, D of dq), I items, C columns (keys) of a tile, O rows of a
+program; in kernels Y rows of a tile (reader by reader, the query heads of its list side by side).
 """
 
 import torch
@@ -23,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved
 from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LN_2,
     LOG2_E,
@@ -39,35 +38,26 @@ from sparsebalance_megatron.attention.kernels.triton.device_functions import (
 from sparsebalance_megatron.attention.kernels.triton.index import Readers
 from sparsebalance_megatron.attention.kernels.triton.query_block_kernel import take_in
 from sparsebalance_megatron.attention.kernels.triton.tiles import tiles_of
-from sparsebalance_megatron.attention.selection import Selection
 
 PARTIAL_BYTES = 512 << 20
 """Most bytes of a launch's rows, unless those of a single program are more."""
 WANTED_PROGRAMS = 1024
 """Programs that fill a device of 132 multiprocessors a few times over, where rows are that many."""
 _DELTA_ROWS = 32
-_RUN_TIME_NUMBERS = [
-    "blocks", "readers", "shared", "tiles", "chunk_tiles", "tile_readers", "first_program",
-    "programs",
-]  # fmt: skip
 
 
 def launch(
-    selection: Selection,
-    entries: Readers,
-    tensors: tuple[Tensor | None, ...],
-    softmax_scale: float,
+    given: Inputs, entries: Readers, dout_THF: Tensor | None, results: tuple[Tensor | None, ...]
 ) -> None:
-    """Launch the kernel with ``tensors``, its first arguments, for all readers.
+    """Launch the kernel, whose arguments after dout are ``results``, for all readers.
 
     A program's chunk of readers fills a tile with what they read of a block; chunks are so many
     that their programs fill the device, and a launch takes as many as its rows' memory allows.
     """
-    q_THD, k_TGD, v_TGF, dout_THF, *_ = tensors
-    assert q_THD is not None and k_TGD is not None and v_TGF is not None
+    (q_THD, k_TGD, v_TGF), selection = given.qkv, given.selection
     tiles = tiles_of(k_TGD, v_TGF)
     tile = tiles.forward if dout_THF is None else tiles.query_gradient
-    scale = softmax_scale * (float(LOG2_E.value) if dout_THF is None else 1.0)
+    scale = given.softmax_scale * (float(LOG2_E.value) if dout_THF is None else 1.0)
     query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]
     result_dim = v_TGF.shape[2] if dout_THF is None else q_THD.shape[2]
     query_layout, kv_layout = selection.query_layout, selection.kv_layout
@@ -83,7 +73,7 @@ def launch(
     state_2O = torch.empty(2, len(rows_OU), dtype=torch.float32, device=q_THD.device)
     for first in range(0, programs, at_once):
         _reader_kernel[(min(at_once, programs - first),)](
-            *tensors,
+            *(*given.qkv, dout_THF, *results),
             *(rows_OU, *state_2O, entries.readers_E, entries.bounds_J),
             *(selection.own_block_N, query_layout.block_T, query_layout.start_N),
             *(kv_layout.start_N, kv_layout.document_end_N, kv_layout.document_first_N),
@@ -99,69 +89,10 @@ def launch(
         )
 
 
-@triton.jit
-def _take_block_in(
-    q, k, v, dout, lse, delta, rows, peaks, totals, entries, count, reader_rows, start, length,
-    own_start, first_tile, past_tile, q_stride_T, q_stride_H, k_stride_T, v_stride_T,
-    dout_stride_T, dout_stride_H, score_scale, first_head, shared, OWN: tl.constexpr,
-    HEADS: tl.constexpr, QUERY_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Take one block in, for some tiles of the rows that read it.
-
-    ``OWN``: the rows may be the block's own; else they lie behind it, and it is full.
-    """
-    RESULT_DIM: tl.constexpr = VALUE_DIM if dout is None else HEAD_DIM
-    BLOCK_U: tl.constexpr = BLOCK_F if dout is None else BLOCK_D
-    dim_U, column_C = tl.arange(0, BLOCK_U), tl.arange(0, TILE_COLUMNS)
-    for tile in range(first_tile, past_tile):
-        row_Y = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        valid_Y = row_Y < count * HEADS
-        reader_Y = tl.load(entries + row_Y // HEADS, mask=valid_Y, other=0)
-        token_Y = (reader_Y // shared).to(tl.int64)
-        head_Y = first_head + (reader_Y % shared) * HEADS + row_Y % HEADS
-        place_Y = tl.where(valid_Y, reader_Y * HEADS + row_Y % HEADS - reader_rows, 0)
-        place_YU = place_Y[:, None] * RESULT_DIM + dim_U[None, :]
-        q_YD = load_rows(q + head_Y.to(tl.int64)[:, None] * q_stride_H, q_stride_T, token_Y,
-                         valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
-        # A row that has read nothing yet has a total of 0, and undefined sums.
-        total_Y = tl.load(totals + place_Y, mask=valid_Y, other=0.0)
-        inside_YU = valid_Y[:, None] & (dim_U < RESULT_DIM)[None, :]
-        result_YU = tl.load(rows + place_YU, mask=inside_YU & (total_Y != 0.0)[:, None], other=0.0)
-        if dout is not None:
-            dout_YF = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H, dout_stride_T,
-                                token_Y, valid_Y, True, VALUE_DIM, BLOCK_F)  # fmt: skip
-            statistic_Y = token_Y * QUERY_HEADS + head_Y
-            peak_Y = tl.load(lse + statistic_Y, mask=valid_Y, other=0.0) * LOG2_E
-            total_Y = tl.load(delta + statistic_Y, mask=valid_Y, other=0.0)
-        else:
-            dout_YF = None
-            peak_Y = tl.load(peaks + place_Y, mask=valid_Y & (total_Y != 0.0), other=float("-inf"))
-        for first_column in range(0, length if OWN else BLOCK_SIZE, TILE_COLUMNS):
-            slot_C = first_column + column_C
-            k_CD = load_rows(k + (start + first_column) * k_stride_T, k_stride_T, column_C,
-                             slot_C < length, OWN, HEAD_DIM, BLOCK_D)  # fmt: skip
-            v_CF = load_rows(v + (start + first_column) * v_stride_T, v_stride_T, column_C,
-                             slot_C < length, OWN, VALUE_DIM, BLOCK_F)  # fmt: skip
-            visible_YC = slot_C[None, :] <= (token_Y - own_start)[:, None]
-            peak_Y, total_Y, result_YU = take_in(
-                q_YD, dout_YF, k_CD, v_CF, visible_YC, peak_Y, total_Y, result_YU, score_scale,
-                OWN, PRECISION,
-            )  # fmt: skip
-        # A thread may load what another one stores: the compiler chooses a layout for each access.
-        tl.debug_barrier()
-        tl.store(rows + place_YU, result_YU, mask=inside_YU)
-        if dout is not None:
-            tl.store(totals + place_Y, tl.full([TILE_ROWS], 1.0, tl.float32), mask=valid_Y)
-        else:
-            tl.store(peaks + place_Y, peak_Y, mask=valid_Y)
-            tl.store(totals + place_Y, total_Y, mask=valid_Y)
-        # A later tile of this program may hold these rows, in other threads.
-        tl.debug_barrier()
-
-
-@triton.jit(do_not_specialize=_RUN_TIME_NUMBERS)
+@triton.jit(do_not_specialize=[
+    "blocks", "readers", "shared", "tiles", "chunk_tiles", "tile_readers", "first_program",
+    "programs",
+])  # fmt: skip
 def _reader_kernel(
     q, k, v, dout, out, lse, delta, rows, peaks, totals, entries, bounds, own_blocks, token_blocks,
     query_starts, kv_starts, kv_ends, kv_firsts,
@@ -192,7 +123,8 @@ def _reader_kernel(
     rows += first_row * RESULT_DIM
     peaks += first_row
     totals += first_row
-    row_O = tl.arange(0, TILE_ROWS)
+    row_O, column_C = tl.arange(0, TILE_ROWS), tl.arange(0, TILE_COLUMNS)
+    dim_U = tl.arange(0, BLOCK_U)
     for row in range(0, chunk_rows, TILE_ROWS):
         tl.store(totals + row + row_O, tl.zeros([TILE_ROWS], tl.float32),
                  mask=row + row_O < chunk_rows)  # fmt: skip
@@ -221,17 +153,62 @@ def _reader_kernel(
             own_start = tl.load(query_starts + query_block)
             all_tiles = tl.cdiv(count * HEADS, TILE_ROWS)
             own_tiles = own * tl.minimum(tl.cdiv(length * shared * HEADS, TILE_ROWS), all_tiles)
+            # Tiles that may hold rows of the block itself, and then those that lie behind it, for
+            # which it is full.
             for past in tl.static_range(2):
-                _take_block_in(
-                    q, k, v, dout, lse, delta, rows, peaks, totals, entries + begin, count,
-                    first_reader * HEADS, start, length, own_start, own_tiles if past else 0,
-                    all_tiles if past else own_tiles, q_stride_T, q_stride_H, k_stride_T,
-                    v_stride_T, dout_stride_T, dout_stride_H, score_scale, first_head, shared,
-                    past == 0, HEADS, QUERY_HEADS, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_F,
-                    BLOCK_SIZE, TILE_ROWS, TILE_COLUMNS, PRECISION,
-                )  # fmt: skip
+                for tile in range(own_tiles if past else 0, all_tiles if past else own_tiles):
+                    row_Y = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+                    valid_Y = row_Y < count * HEADS
+                    reader_Y = tl.load(entries + begin + row_Y // HEADS, mask=valid_Y, other=0)
+                    token_Y = (reader_Y // shared).to(tl.int64)
+                    head_Y = first_head + (reader_Y % shared) * HEADS + row_Y % HEADS
+                    place_Y = reader_Y * HEADS + row_Y % HEADS - first_reader * HEADS
+                    place_Y = tl.where(valid_Y, place_Y, 0)
+                    place_YU = place_Y[:, None] * RESULT_DIM + dim_U[None, :]
+                    q_YD = load_rows(q + head_Y.to(tl.int64)[:, None] * q_stride_H, q_stride_T,
+                                     token_Y, valid_Y, True, HEAD_DIM, BLOCK_D)  # fmt: skip
+                    # A row that has read nothing yet has a total of 0, and undefined sums.
+                    total_Y = tl.load(totals + place_Y, mask=valid_Y, other=0.0)
+                    inside_YU = valid_Y[:, None] & (dim_U < RESULT_DIM)[None, :]
+                    result_YU = tl.load(rows + place_YU, mask=inside_YU & (total_Y != 0.0)[:, None],
+                                        other=0.0)  # fmt: skip
+                    if dout is not None:
+                        dout_YF = load_rows(dout + head_Y.to(tl.int64)[:, None] * dout_stride_H,
+                                            dout_stride_T, token_Y, valid_Y, True, VALUE_DIM,
+                                            BLOCK_F)  # fmt: skip
+                        statistic_Y = token_Y * QUERY_HEADS + head_Y
+                        peak_Y = tl.load(lse + statistic_Y, mask=valid_Y, other=0.0) * LOG2_E
+                        total_Y = tl.load(delta + statistic_Y, mask=valid_Y, other=0.0)
+                    else:
+                        dout_YF = None
+                        peak_Y = tl.load(peaks + place_Y, mask=valid_Y & (total_Y != 0.0),
+                                         other=float("-inf"))  # fmt: skip
+                    for first_column in range(0, BLOCK_SIZE if past else length, TILE_COLUMNS):
+                        slot_C = first_column + column_C
+                        k_CD = load_rows(k + (start + first_column) * k_stride_T, k_stride_T,
+                                         column_C, slot_C < length, past == 0, HEAD_DIM,
+                                         BLOCK_D)  # fmt: skip
+                        v_CF = load_rows(v + (start + first_column) * v_stride_T, v_stride_T,
+                                         column_C, slot_C < length, past == 0, VALUE_DIM,
+                                         BLOCK_F)  # fmt: skip
+                        visible_YC = slot_C[None, :] <= (token_Y - own_start)[:, None]
+                        peak_Y, total_Y, result_YU = take_in(
+                            q_YD, dout_YF, k_CD, v_CF, visible_YC, peak_Y, total_Y, result_YU,
+                            score_scale, past == 0, PRECISION,
+                        )  # fmt: skip
+                    # A thread may load what another one stores: the compiler chooses a layout for
+                    # each access.
+                    tl.debug_barrier()
+                    tl.store(rows + place_YU, result_YU, mask=inside_YU)
+                    if dout is not None:
+                        tl.store(totals + place_Y, tl.full([TILE_ROWS], 1.0, tl.float32),
+                                 mask=valid_Y)  # fmt: skip
+                    else:
+                        tl.store(peaks + place_Y, peak_Y, mask=valid_Y)
+                        tl.store(totals + place_Y, total_Y, mask=valid_Y)
+                    # A later tile of this program may hold these rows, in other threads.
+                    tl.debug_barrier()
 
-    dim_U = tl.arange(0, BLOCK_U)
     for row in range(0, chunk_rows, TILE_ROWS):
         place_O = row + row_O
         inside_O = place_O < chunk_rows
@@ -267,8 +244,7 @@ def gradients(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         _token_key_kernel, dout_THF, saved, statistics, own, saved.k_TGD.dtype
     )
     dq_THD = torch.empty(saved.q_THD.shape, dtype=saved.q_THD.dtype, device=saved.q_THD.device)
-    tensors = saved.q_THD, saved.k_TGD, saved.v_TGF, dout_THF, dq_THD, *statistics
-    launch(selection, readers, tensors, saved.softmax_scale)
+    launch(saved, readers, dout_THF, (dq_THD, *statistics))
     return dq_THD, dk_TGD, dv_TGF
 
 

@@ -39,6 +39,8 @@ from sparsebalance_megatron.attention.kernels.triton import (
 from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, Tiles
 from sparsebalance_megatron.attention.selection import Selection
 
+BY_KV_HEAD, BY_QUERY_HEAD, WITH_COLUMNS = "token-kv-head", "token-query-head", "vertical-slash"
+
 
 def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
@@ -108,10 +110,6 @@ def test_a_scale_that_is_not_positive_is_refused() -> None:
             )
 
 
-def _column_case(cu_seqlens: list[int], budgets: list[int], **settings) -> Case:
-    return _case(cu_seqlens, budgets, kind="vertical-slash", **settings)
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (64, 16), (32, 64)])
 def test_lists_of_any_length_and_order(
     rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
@@ -119,7 +117,7 @@ def test_lists_of_any_length_and_order(
     """Empty ones, others that fill no tile, a different one for each KV head; what lies past their
     end is no token's number."""
     _use_tiles(monkeypatch, rows, columns)
-    case = _column_case([0, 1, 80], [1, 1], block=32, heads=4, kv_heads=2)
+    case = _case([0, 1, 80], [1, 1], block=32, heads=4, kv_heads=2, kind=WITH_COLUMNS)
     case = with_random_columns(case, 45)
     assert case.selection.columns is not None
     counts_NG = case.selection.columns.counts_NG
@@ -131,7 +129,7 @@ def test_lists_of_any_length_and_order(
 @pytest.mark.parametrize("chunk_blocks", [1, 3])
 def test_chunks_of_partial_sums_add_up(chunk_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk reads the document's first tokens."""
-    case = _column_case([0, 17, 96], [1, 3], kv_heads=2)
+    case = _case([0, 17, 96], [1, 3], kv_heads=2, kind=WITH_COLUMNS)
     monkeypatch.setattr(key_block_kernel, "PARTIAL_BYTES", chunk_blocks * 8 * 2 * 16 * 16)
     readers = key_block_kernel._readers_by_row
     chunks: list[int] = []
@@ -147,7 +145,7 @@ def test_chunks_of_partial_sums_add_up(chunk_blocks: int, monkeypatch: pytest.Mo
 
 def test_columns_alone() -> None:
     """Queries that read no block."""
-    case = with_random_columns(_column_case([0, 70], [2]), 40)
+    case = with_random_columns(_case([0, 70], [2], kind=WITH_COLUMNS), 40)
     lists, columns = case.selection, case.selection.columns
     assert columns is not None and columns.counts_NG[3:].min() > 0
     counts_NG = lists.counts_QC.clone()
@@ -163,16 +161,13 @@ def test_columns_alone() -> None:
 
 
 def test_columns_without_places_are_none() -> None:
-    case = _column_case([0, 100], [3])
+    case = _case([0, 100], [3], kind=WITH_COLUMNS)
     columns = case.selection.columns
     assert columns is not None
     without = dataclasses.replace(case.selection, columns=None)
     expected = dataclasses.replace(case, selection=without).ours("triton", torch.float32)
     empty = with_columns(case, columns.tokens_NGK[..., :0], torch.zeros_like(columns.counts_NG))
     assert_identical(empty.ours("triton", torch.float32), expected)
-
-
-BY_KV_HEAD, BY_QUERY_HEAD = "token-kv-head", "token-query-head"
 
 
 def _popular(case: Case, block: int) -> Case:

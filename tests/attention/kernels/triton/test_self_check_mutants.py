@@ -37,7 +37,7 @@ MUTANTS = {
         *(BY_BLOCK, query_block_kernel, "take_in", "(dp_YC - total_Y[:, None])", "dp_YC"),
     ),
     "a block's last readers are left out": (
-        *(BY_TOKEN, token_kernels, "_take_block_in"),
+        *(BY_TOKEN, token_kernels, "_reader_kernel"),
         *("row_Y < count * HEADS", "row_Y < count * HEADS - 1"),
     ),
     "a column's gradient is another's": (
