@@ -151,7 +151,7 @@ class Instruments:
         self._ms[part] += (time.perf_counter() - began_s) * 1e3
 
     def install(self) -> None:
-        from sparsebalance_megatron.log.files import LinesHandler
+        from sparsebalance_megatron.log.files import LogWriter
         from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
         from sparsebalance_megatron.megatron.timing import RecordingTimers, _RecordingTimer
         from sparsebalance_megatron.run.forward_step import ForwardStep
@@ -161,7 +161,7 @@ class Instruments:
         self._wrap(ForwardStep, "__call__", self._forward_step)
         self._wrap(Run, "end_step", self._end_step)
         self._wrap(StepReducer, "_sum", self._meet_first)
-        self._wrap(LinesHandler, "emit", self._work)
+        self._wrap(LogWriter, "_write", self._work)
         for owner, name, part in (
             (Run, "add_loss", "forward_step"),
             (BudgetedCoreAttention, "observe", "observe_coverage"),

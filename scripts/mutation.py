@@ -72,7 +72,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/lockstep": ("tests/plan/test_lockstep_plans.py",),
     "plan/candidates": (CP_SIZES, "tests/plan/test_lockstep_plans.py"),
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
-    "plan/context_groups": (CP_SIZES,),
+    "plan/groups": (CP_SIZES,),
     "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py", CP_SIZES),
     "plan/segments": (
         *(SEGMENTS, "tests/plan/test_segments_lockstep.py", "tests/plan/test_segments_shared.py"),
@@ -84,7 +84,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "cost/table": ("tests/cost/test_model.py",),
     "cost/": (
         *("tests/cost/test_model.py", "tests/cost/test_fit.py"),
-        "tests/learn/test_step_planner.py",
+        "tests/learn/test_calibration.py",
     ),
     "attention/kernels/reference": (CONTRACT, ATTENTION),
     "attention/sequence/": (
@@ -112,7 +112,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "data/data_set": ("tests/data/test_samples.py", "tests/data/test_blend.py"),
     "learn/planned_step": ("tests/learn/test_scheduler.py", "tests/learn/test_host_planner.py"),
     "learn/": (
-        *("tests/learn/test_scheduler.py", "tests/learn/test_step_planner.py"),
+        *("tests/learn/test_scheduler.py", "tests/learn/test_calibration.py"),
         *("tests/learn/test_measurement.py", "tests/learn/test_host_planner.py"),
     ),
     "log/files": ("tests/log/test_files.py", "tests/log/test_reader.py"),

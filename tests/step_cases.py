@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from plan import plan_cases
 
-from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.learn.measurement import (
@@ -20,9 +20,6 @@ from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import FinishedStep
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.planner import plan_step
-from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.plan.step_problem import PlanInputs
 
 BLOCK_SIZE = 16
 LENGTHS_TOKENS = (250, 12, 40, 77, 130, 16, 200, 31)
@@ -68,23 +65,18 @@ def planned_step(scales: StageScales | None = None) -> PlannedStep:
     Args:
         scales: what calibration has learnt; None: nothing.
     """
-    scales = scales or StageScales.ones(JOB.pipeline_stages, JOB.virtual_stages)
-    plan_settings = PlanSettings(
-        config=SparseBalanceConfig(
-            batching="arrival", tuning="off", base_budget=4, block_size=BLOCK_SIZE
-        ),
-        max_tokens_per_micro_batch=1024,
-    )
-    inputs = PlanInputs(
-        lengths_tokens=LENGTHS_TOKENS,
-        job=JOB,
-        plan_settings=plan_settings,
+    inputs = plan_cases.step_inputs(
+        *(JOB, LENGTHS_TOKENS),
         cost=CostModel.analytic(SHAPE, BLOCK_SIZE),
-        scales=scales,
-        coverage=CoverageCurves(JOB.layers, 16, 0.9),
+        batching="arrival",
+        tuning="off",
+        base_budget=4,
+        block_size=BLOCK_SIZE,
     )
+    scales = scales or inputs["scales"]
+    inputs |= {"scales": scales, "coverage": CoverageCurves(JOB.layers, 16, 0.9)}
     return PlannedStep(
-        plan=plan_step(0, inputs),
+        plan=plan_cases.planned(**inputs),
         samples=np.arange(100, 100 + len(LENGTHS_TOKENS)),
         scales=scales,
         plan_ms=3.0,

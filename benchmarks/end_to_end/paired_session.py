@@ -52,7 +52,7 @@ class PairedScheduler(Scheduler):
         plan = replace(planned.plan, step=step)
         if self._ranks_in_turn > 1:
             plan = one_rank_after_another(plan)
-            of_all = planned.scales.device_slowness_RP.mean(0, keepdims=True)
+            of_all = planned.scales.slowness_RP.mean(0, keepdims=True)
             scales = replace(planned.scales, slowness_RP=of_all)
             planned = replace(planned, scales=scales)
         return replace(planned, plan=plan)
@@ -119,9 +119,8 @@ class PairedHooks(TrainingHooks):
     def __init__(
         self, pairing: Pairing, arguments: Any, inputs: Inputs, device: torch.device
     ) -> None:
-        super().__init__(
-            arguments, inputs, device, make_scheduler=partial(paired_scheduler, pairing)
-        )
+        super().__init__(arguments, inputs, device)
+        self.run.make_scheduler = partial(paired_scheduler, pairing)
         options = AttentionOptions(inputs.config, inputs.grid)
         self.layer_spec = peer_layer_spec(options, pairing.is_dense)
 

@@ -17,7 +17,7 @@ from quality.arms import Arm
 from quality.masked_attention import masked_attention
 from quality.run_spec import RunSpec
 from quality.scoring import READS_ALL
-from sparsebalance_megatron.cost.model import CostModel
+from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.learn.dealt_samples import DealtSamples, Window
 from sparsebalance_megatron.learn.measurement import StepMeasurement
@@ -82,7 +82,7 @@ class ArmScheduler(Scheduler):
             if self._change is not None:
                 planned = with_budgets(planned, self._change(step, planned.plan.budgets_LS))
             if self._alone:
-                scales = replace(planned.scales, slowness_RP=None)
+                scales = StageScales.of(planned.scales.scales_2PV)
                 planned = replace(planned, plan=on_one_rank(planned.plan), scales=scales)
             self._latest = planned
             for micro_batch in planned.plan.micro_batches:
@@ -215,9 +215,8 @@ class ArmHooks(TrainingHooks):
     scheduler: ArmScheduler
 
     def __init__(self, spec: RunSpec, arguments: Any, inputs: Inputs, device: torch.device) -> None:
-        super().__init__(
-            arguments, inputs, device, make_scheduler=partial(self._scheduler_of, spec)
-        )
+        super().__init__(arguments, inputs, device)
+        self.run.make_scheduler = partial(self._scheduler_of, spec)
         arm, steps = spec.arm, spec.steps
         self.inputs = inputs
         self._arm = arm

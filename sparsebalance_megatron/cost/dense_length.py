@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The length of documents up to which dense attention takes no longer than sparse attention."""
 
+from bisect import bisect_left
 from dataclasses import replace
 
 import numpy as np
@@ -20,15 +21,16 @@ def crossing_tokens(cost: CostModel, base_budget: int, longest_tokens: int) -> i
         sum(cost.coefficients_ms(part, direction) for part in parts for direction in Direction)
         for parts in ((Part.ATTENTION, Part.ROUTER), (Part.DENSE_ATTENTION,))
     )
-    low, high = base_budget, max(base_budget, -(-longest_tokens // cost.block_size))
-    while low < high:
-        # Beyond the budget sparse attention grows with the length, and what dense attention takes
-        # more than a router with its square: times cross once.
-        middle = (low + high + 1) // 2
-        work_F = features([middle * cost.block_size], base_budget, cost.block_size, cost.work)
-        is_dense = float(np.dot(dense_F, work_F)) <= float(np.dot(sparse_F, work_F))
-        low, high = (middle, high) if is_dense else (low, middle - 1)
-    return low * cost.block_size if low > base_budget else 0
+
+    def dense_takes_longer(blocks: int) -> bool:
+        work_F = features([blocks * cost.block_size], base_budget, cost.block_size, cost.work)
+        return float(np.dot(dense_F, work_F)) > float(np.dot(sparse_F, work_F))
+
+    # Beyond the budget sparse attention grows with the length, and what dense attention takes more
+    # than a router with its square: times cross once.
+    lengths_blocks = range(base_budget + 1, -(-longest_tokens // cost.block_size) + 1)
+    as_fast = bisect_left(lengths_blocks, True, key=dense_takes_longer)
+    return (base_budget + as_fast) * cost.block_size if as_fast else 0
 
 
 def check_dense_length(config: SparseBalanceConfig, longest_tokens: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sparsebalance_megatron.cost.parts import Direction
+from sparsebalance_megatron.cost.table import ModelShape
 
 NOMINAL_GIGABYTES_PER_SECOND = 45.0
 """That a rank receives from other nodes, where nothing was measured: about one 400 Gb/s network
@@ -65,13 +66,17 @@ class Exchange:
     heads_within: int = 1
 
     @classmethod
-    def of(cls, elements: int, dtype: str = "bfloat16") -> "Exchange":
-        """The exchange at the nominal bandwidth of a model with so many elements of keys and values
-        per token; gradients travel in float32 at least."""
+    def of(cls, shape: ModelShape, dtype: str = "bfloat16") -> "Exchange":
+        """The exchange of a model at the nominal bandwidth; gradients travel in float32 at
+        least."""
+        query_heads, kv_heads = shape.rank_heads
+        elements = kv_heads * (shape.head_dim + shape.value_dim)
         element_bytes = _ELEMENT_BYTES.get(dtype, 2.0)
         return cls(
             bytes_per_token=elements * element_bytes,
             gradient_bytes_per_token=elements * max(element_bytes, 4.0),
+            query_heads=query_heads,
+            kv_heads=kv_heads,
         )
 
     def ms_per_token(self, direction: Direction) -> float:
@@ -140,22 +145,21 @@ class Exchange:
 
 
 def exchange_ms_per_token(
-    *,
-    hidden_size: int,
-    top_k: int,
-    ranks: int,
-    tensor_parallel_size: int,
-    gigabytes_per_second: float | None = None,
+    shape: ModelShape, ranks: int, gigabytes_per_second: float | None = None
 ) -> float:
-    """Ms per token and layer of one direction: tokens go to their experts' ranks and come back.
+    """Ms per token of one direction in which tokens go to their experts' ranks and come back: the
+    mean of all layers.
 
     Nothing is taken to overlap, and no token that two experts of a rank take is counted once.
 
     Args:
+        shape: of a model with experts.
         ranks: of the expert-parallel group.
         gigabytes_per_second: in place of the rates in a node and between nodes.
     """
-    one_node = ranks * tensor_parallel_size <= RANKS_PER_NODE
+    assert shape.experts is not None
+    one_node = ranks * shape.tensor_parallel_size <= RANKS_PER_NODE
     rate = NODE_GIGABYTES_PER_SECOND if one_node else NOMINAL_GIGABYTES_PER_SECOND
-    sent_bytes = _HALF * hidden_size * top_k / tensor_parallel_size * (ranks - 1) / ranks
-    return 2 * sent_bytes * ms_per_byte(gigabytes_per_second or rate)
+    copies_bytes = _HALF * shape.hidden_size * shape.experts.top_k / shape.tensor_parallel_size
+    sent_bytes = copies_bytes * (ranks - 1) / ranks
+    return shape.experts.layers_share * (2 * sent_bytes * ms_per_byte(gigabytes_per_second or rate))

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits a cost model to a table of measurements, and says how far to believe it."""
 
-import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_with
+from sparsebalance_megatron.config import SparseBalanceConfig, flag_with
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import (
     OF_FLASH_ATTENTION_4,
     CostModel,
-    exchange_of,
     selection_efficiency,
 )
 from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part, SegmentCost
@@ -25,8 +23,9 @@ from sparsebalance_megatron.cost.table import (
     CostTableError,
     ExchangeRow,
     ModelShape,
+    RunIdentity,
 )
-from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel, work_model_named
+from sparsebalance_megatron.cost.work_model import FEATURES, by_feature, work_model_named
 from sparsebalance_megatron.flash_attention import will_serve
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 
@@ -44,26 +43,6 @@ _PAIRS = {
 """The feature besides the common ones that a part's time depends on."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FitError:
-    """Relative error of a model at the measurements of one (part, direction)."""
-
-    median: float
-    p95: float
-    rows: int
-
-
-def measured_cost_model(path: str | os.PathLike[str], run: Mapping[str, Any]) -> CostModel:
-    """The costs that a table gives, if measured for this run (:meth:`.CostTable.check_matches`);
-    warns where they are hard to believe."""
-    table = CostTable.load(path)
-    table.check_matches(run)
-    model = fit_cost_model(table)
-    for doubt in doubts(table, model):
-        warnings.warn(doubt, stacklevel=3)
-    return model
-
-
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Leave out that costs are counted, for what says whose times it takes."""
@@ -79,10 +58,11 @@ def configured_cost_model(
     *,
     expert_parallel_size: int = 1,
 ) -> CostModel:
-    """The costs of a configured run: those of its table, else counted operations, with a warning.
+    """The costs of a configured run: those of its table, else counted operations. Warns of the
+    latter, and where a table's costs are hard to believe.
 
     Args:
-        run: what the table must have been measured for, besides the configuration and the shape.
+        run: what else the table must have been measured for.
 
     Raises:
         CostTableError: the table was measured for something else.
@@ -93,7 +73,11 @@ def configured_cost_model(
         if config.layer_budgets == ALL_DENSE:
             # Nothing is selected.
             del compared["selection"]
-        cost = measured_cost_model(config.cost_table, compared)
+        table = CostTable.load(config.cost_table)
+        table.check_matches(compared)
+        cost = fit_cost_model(table)
+        for doubt in doubts(table, cost):
+            warnings.warn(doubt, stacklevel=3)
         if config.dense_attention not in ("auto", cost.dense_kernel):
             warnings.warn(
                 f"{flag_with('dense_attention', config.dense_attention)}: cost table "
@@ -127,10 +111,10 @@ def configured_cost_model(
 
 def fit_cost_model(table: CostTable) -> CostModel:
     """Non-negative least squares on relative errors, so that small and large both fit."""
-    identity, work, timed = table.identity, _work_of(table), table.rows_by_part
+    identity, timed = table.identity, table.rows_by_part
     fitted = {
         direction: {
-            part: _fit_rows(rows, part, identity.block_size, work)
+            part: _fit_rows(rows, part, identity)
             for part in Part
             if (rows := timed.get((part, direction), [])) or part in OF_EVERY_MODEL
         }
@@ -139,7 +123,7 @@ def fit_cost_model(table: CostTable) -> CostModel:
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     return CostModel(
         block_size=identity.block_size,
-        work=work,
+        work=work_model_named(identity.selection),
         exchange=_measured_exchange(table),
         segments=table.segments or SegmentCost(),
         forward_ms=fitted[Direction.FORWARD],
@@ -154,7 +138,7 @@ def fit_cost_model(table: CostTable) -> CostModel:
 
 def _measured_exchange(table: CostTable) -> Exchange:
     """The model's, at the measured time per byte of each cp_size where there are any."""
-    exchange = exchange_of(table.identity.shape, table.identity.dtype)
+    exchange = Exchange.of(table.identity.shape, table.identity.dtype)
     ms_per_byte_of = {
         width: _fitted_ms_per_byte([row for row in table.exchanges if row.width == width])
         for width in sorted({row.width for row in table.exchanges})
@@ -172,68 +156,43 @@ def _fitted_ms_per_byte(rows: Sequence[ExchangeRow]) -> float:
     return float(f"{bytes_per_ms.sum() / (bytes_per_ms**2).sum():.6g}")
 
 
-def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction], FitError]:
-    """Absolute relative error of a model on a table's rows, per part and direction."""
+def fit_errors(model: CostModel, table: CostTable) -> dict[tuple[Part, Direction], np.ndarray]:
+    """Absolute relative errors of a model on a table's rows, per part and direction."""
     return {
-        timed: _error(
-            _relative_errors(model.coefficients_ms(*timed), rows, model.block_size, model.work)
-        )
+        timed: np.abs(_features_per_ms(rows, table.identity) @ model.coefficients_ms(*timed) - 1.0)
         for timed, rows in table.rows_by_part.items()
     }
 
 
-def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], FitError]:
+def held_out_errors(table: CostTable) -> dict[tuple[Part, Direction], np.ndarray]:
     """Like :func:`fit_errors`, but every row is predicted from a fit that has not seen it: every
     fifth row is left out at a time, so that fits interpolate and extrapolate."""
-    block_size, work = table.identity.block_size, _work_of(table)
     errors = {}
     for timed, rows in table.rows_by_part.items():
         folds = min(_FOLDS, len(rows))
         of_folds = []
         for fold in range(folds):
             seen = [row for index, row in enumerate(rows) if index % folds != fold]
-            coefficients = np.array(_fit_rows(seen or rows, timed[0], block_size, work))
-            of_folds.append(_relative_errors(coefficients, rows[fold::folds], block_size, work))
-        errors[timed] = _error(np.concatenate(of_folds))
+            coefficients = _fit_rows(seen or rows, timed[0], table.identity)
+            of_folds.append(_features_per_ms(rows[fold::folds], table.identity) @ coefficients)
+        errors[timed] = np.abs(np.concatenate(of_folds) - 1.0)
     return errors
 
 
-def _work_of(table: CostTable) -> WorkModel:
-    try:
-        return work_model_named(table.identity.selection)
-    except ConfigError as error:
-        raise CostTableError(
-            f"cost table: no selection named {table.identity.selection!r}: {error}"
-        ) from error
+def _features_per_ms(rows: Sequence[CostRow], identity: RunIdentity) -> np.ndarray:
+    """[rows, 5] features over measured ms: their products with coefficients are 1 where these
+    predict what was measured."""
+    work = work_model_named(identity.selection)
+    features = np.stack([row.features(identity.block_size, work) for row in rows])
+    return features / np.array([row.ms_median for row in rows])[:, None]
 
 
-def _relative_errors(
-    coefficients: np.ndarray, rows: list[CostRow], block_size: int, work: WorkModel
-) -> np.ndarray:
-    measured_ms = np.array([row.ms_median for row in rows])
-    matrix = np.stack([row.features(block_size, work) for row in rows])
-    return np.abs(matrix @ coefficients / measured_ms - 1.0)
-
-
-def _error(relative: np.ndarray) -> FitError:
-    return FitError(
-        median=float(np.median(relative)),
-        p95=float(np.quantile(relative, 0.95)),
-        rows=len(relative),
-    )
-
-
-def _fit_rows(
-    rows: list[CostRow], part: Part, block_size: int, work: WorkModel
-) -> tuple[float, ...]:
+def _fit_rows(rows: Sequence[CostRow], part: Part, identity: RunIdentity) -> tuple[float, ...]:
     """Coefficients of one part in one direction; no rows mean that it is never timed."""
     if not rows:
-        return (0.0,) * len(FEATURES)
+        return by_feature({})
     names = _COMMON_FEATURES + ((_PAIRS[part],) if part in _PAIRS else ())
-    columns = [FEATURES.index(name) for name in names]
-    measured_ms = np.array([row.ms_median for row in rows])
-    matrix = np.stack([row.features(block_size, work) for row in rows])[:, columns]
-    relative = matrix / measured_ms[:, None]
+    relative = _features_per_ms(rows, identity)[:, [FEATURES.index(name) for name in names]]
     # Here, because it takes a second to load, and only measured tables are fitted.
     from scipy.optimize import nnls
 
@@ -248,8 +207,7 @@ def _fit_rows(
         ) from error
     # Six digits, so that ranks whose linear algebra rounds differently still agree on the model.
     rounded = [float(f"{value:.6g}") for value in solution / unit]
-    ms_per_unit = dict(zip(names, rounded, strict=True))
-    return tuple(ms_per_unit.get(name, 0.0) for name in FEATURES)
+    return by_feature(dict(zip(names, rounded, strict=True)))
 
 
 def doubts(table: CostTable, model: CostModel) -> tuple[str, ...]:
@@ -260,9 +218,9 @@ def doubts(table: CostTable, model: CostModel) -> tuple[str, ...]:
         if len({row.lengths_tokens for row in rows}) == 1
     ]
     off = [
-        f"{part} {direction} by {error.median:.0%}"
-        for (part, direction), error in fit_errors(model, table).items()
-        if error.median > _DOUBTFUL_ERROR
+        f"{part} {direction} by {median:.0%}"
+        for (part, direction), errors in fit_errors(model, table).items()
+        if (median := float(np.median(errors))) > _DOUBTFUL_ERROR
     ]
     found = {
         "measured at one size only, so that times at any other are a guess": single,

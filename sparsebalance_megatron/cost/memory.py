@@ -95,7 +95,6 @@ class MemoryModel:
         shape, share = self.shape, 1.0 / self.shape.tensor_parallel_size
         hidden_share = share if self.sequence_parallel else 1.0
         heads, groups = shape.num_attention_heads, shape.num_query_groups
-        statistics_and_lists = (_FLOAT * heads + 4 * self.selected_blocks_per_token) * share
         if self.recompute_all:
             return _HALF * shape.hidden_size * hidden_share
         qkv_and_output = _HALF * (shape.head_dim + shape.value_dim) * (heads + groups)
@@ -106,10 +105,15 @@ class MemoryModel:
             copies = _HALF * experts.layers_share * experts.top_k * shape.hidden_size
         mlp = _HALF * neurons * (3 if shape.gated_linear_unit else 2)
         kept = 4 * _HALF * shape.hidden_size * hidden_share + (qkv_and_output + mlp) * share
-        kept += copies
-        if self.recompute_attention:
-            return kept
-        return kept + statistics_and_lists
+        statistics = 0 if self.recompute_attention else _FLOAT * heads * share
+        return kept + copies + statistics + self.lists_bytes_per_token
+
+    @property
+    def lists_bytes_per_token(self) -> float:
+        """Those of them that lists take."""
+        if self.recompute_all or self.recompute_attention:
+            return 0.0
+        return 4 * self.selected_blocks_per_token / self.shape.tensor_parallel_size
 
     @property
     def keys_and_values_per_token(self) -> float:
@@ -145,9 +149,6 @@ class StageMemory:
 def stage_memory(model: MemoryModel, stage: int, held: TokensHeld) -> StageMemory:
     """Memory of a stage while a step runs, on the rank that holds most."""
     layers, tokens_in_flight = model.layers_per_stage[stage], held.in_flight_P[stage]
-    lists_per_layer = 0.0
-    if not (model.recompute_all or model.recompute_attention):
-        lists_per_layer = 4 * model.selected_blocks_per_token / model.shape.tensor_parallel_size
     activations = tokens_in_flight * layers * model.layer_bytes_per_token()
     if held.longest:
         # Float32 sums of what later segments send; keys and values, which otherwise are computed
@@ -167,7 +168,7 @@ def stage_memory(model: MemoryModel, stage: int, held: TokensHeld) -> StageMemor
     return StageMemory(
         weights_bytes=model.weights_bytes(stage),
         activations_bytes=activations,
-        lists_bytes=tokens_in_flight * layers * lists_per_layer,
+        lists_bytes=tokens_in_flight * layers * model.lists_bytes_per_token,
     )
 
 

@@ -23,19 +23,23 @@ from sparsebalance_megatron.cost.exchange import Exchange, exchange_ms_per_token
 from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import (
-    FEATURES,
     TOKEN_QUERY_HEAD,
     WorkModel,
+    by_feature,
     work_model_named,
 )
 
 _ATTENTION_RECOMPUTE = frozenset({Part.ATTENTION, Part.DENSE_ATTENTION, Part.ROUTER})
 _FULL_RECOMPUTE = _ATTENTION_RECOMPUTE | {Part.LINEAR, Part.EXPERTS}
-_NOTHING: frozenset[Part] = frozenset()
+
+_BACKWARD_OVER_FORWARD = {
+    **dict.fromkeys((Part.ATTENTION, Part.DENSE_ATTENTION), 2.5),
+    **{Part.ROUTER: 0.0, Part.LINEAR: 2.0, Part.EMBEDDING: 1.0, Part.HEAD: 2.0},
+}
+"""Operations: a projection's backward is two products as large as its forward, attention's five
+products for two."""
 
 _FORWARD_AND_BACKWARD = 3
-COUNTED = "counted operations"
-"""How the source of a model begins that measured nothing."""
 
 
 class CountedRates(NamedTuple):
@@ -138,8 +142,7 @@ class CostModel:
     def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
         """[5] ms per unit of every feature; zeros for experts of a model without any."""
         rows = self.forward_ms if direction is Direction.FORWARD else self.backward_ms
-        has_none = part is Part.EXPERTS and part not in rows
-        return np.zeros(len(FEATURES)) if has_none else np.array(rows[part], dtype=np.float64)
+        return np.array(rows.get(part, by_feature({})), dtype=np.float64)
 
     def with_recompute(self, *, full: bool, attention_only: bool) -> "CostModel":
         """A model whose backward contains the forward, and what it exchanges, that activation
@@ -149,12 +152,14 @@ class CostModel:
             full: ``--recompute-granularity full``: whole layers.
             attention_only: selective recomputation of ``core_attn``: routing and attention.
         """
-        repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE if attention_only else _NOTHING
+        if not (full or attention_only):
+            return self
+        repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE
         backward_ms = dict(self.backward_ms)
         for part in repeated & backward_ms.keys():
             pairs = zip(self.backward_ms[part], self.forward_ms[part], strict=True)
             backward_ms[part] = tuple(backward + forward for backward, forward in pairs)
-        exchange = replace(self.exchange, repeated=repeated >= _ATTENTION_RECOMPUTE)
+        exchange = replace(self.exchange, repeated=True)
         return replace(self, backward_ms=backward_ms, exchange=exchange)
 
     def with_frozen_weights(self) -> "CostModel":
@@ -184,23 +189,19 @@ class CostModel:
         """A model whose dense attention is counted as the model's own; as it is where measured."""
         if self.efficiency is None:
             return self
-        own = replace(self.efficiency, dense=OF_MODEL_ATTENTION)
-        forward_ms, backward_ms = (
-            {
-                **rows,
-                Part.DENSE_ATTENTION: tuple(
-                    value * self.efficiency.dense / own.dense
-                    for value in rows[Part.DENSE_ATTENTION]
-                ),
-            }
-            for rows in (self.forward_ms, self.backward_ms)
-        )
+        counted, own = self.efficiency, replace(self.efficiency, dense=OF_MODEL_ATTENTION)
+
+        def with_own(rows: Mapping[Part, tuple[float, ...]]) -> dict[Part, tuple[float, ...]]:
+            dense = rows[Part.DENSE_ATTENTION]
+            own_ms = tuple(value * counted.dense / own.dense for value in dense)
+            return {**rows, Part.DENSE_ATTENTION: own_ms}
+
         return replace(
             self,
-            forward_ms=forward_ms,
-            backward_ms=backward_ms,
+            forward_ms=with_own(self.forward_ms),
+            backward_ms=with_own(self.backward_ms),
             efficiency=own,
-            source=self.source.replace(str(self.efficiency), str(own)),
+            source=self.source.replace(str(counted), str(own)),
         )
 
     @classmethod
@@ -218,89 +219,55 @@ class CostModel:
         """Counted operations over a device's rates, where nothing was measured.
 
         Counts matrix multiplications, twice per multiply-add, of one tensor-parallel rank.
-        Backward is 2x the forward of a projection and 2.5x of attention (five products for two).
 
         Args:
             efficiency: None takes the selection's, and torch's own dense attention.
-            gigabytes_per_second: at which ranks exchange; None takes the nominal rates.
+            gigabytes_per_second: at which tokens reach their experts; None takes the nominal rates.
         """
         work = work_model_named(selection)
         efficiency = efficiency or selection_efficiency(work, block_size)
         heads, groups, head_dim = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
         scores = work.scores_per_visible_pair(heads, groups, block_size)
         share = 1.0 / shape.tensor_parallel_size
-        top_k = shape.experts.top_k if shape.experts else 0
-        # Operations by the feature that they are counted per, in the order of FEATURES, the share
-        # of the peak that they reach, and how many times as long backward takes.
         of_pair = 2.0 * heads * (head_dim + shape.value_dim) * block_size**2 * share
-        per_token = (
-            *(0.0, 0.0, head_dim * (heads + groups) * share),
-            *(0.0, 2.0 * scores * head_dim * share),
-        )
-        counted = {
-            Part.ATTENTION: ((0.0, 0.0, 0.0, of_pair, 0.0), efficiency.sparse, 2.5),
-            Part.DENSE_ATTENTION: ((0.0, 0.0, 0.0, 0.0, of_pair), efficiency.dense, 2.5),
-            Part.ROUTER: (per_token, efficiency.sparse, 0.0),
-            Part.LINEAR: (_per_token(2.0 * shape.layer_weights * share), efficiency.linear, 2.0),
-            Part.EXPERTS: (
-                _per_token(2.0 * shape.routed_weights(top_k) * share),
-                efficiency.experts,
-                2.0,
-            ),
-            Part.EMBEDDING: (_per_token(float(shape.hidden_size)), efficiency.linear, 1.0),
-            Part.HEAD: (_per_token(2.0 * shape.vocabulary_weights * share), efficiency.linear, 2.0),
+        of_router = {
+            "tokens": head_dim * (heads + groups) * share,
+            "visible_block_pairs": 2.0 * scores * head_dim * share,
+        }
+        # Operations by feature, and the share of the peak that they reach.
+        counted: dict[Part, tuple[Mapping[str, float], float]] = {
+            Part.ATTENTION: ({"block_pairs": of_pair}, efficiency.sparse),
+            Part.DENSE_ATTENTION: ({"visible_block_pairs": of_pair}, efficiency.dense),
+            Part.ROUTER: (of_router, efficiency.sparse),
+            Part.LINEAR: ({"tokens": 2.0 * shape.layer_weights * share}, efficiency.linear),
+            Part.EMBEDDING: ({"tokens": shape.hidden_size}, efficiency.linear),
+            Part.HEAD: ({"tokens": 2.0 * shape.vocabulary_weights * share}, efficiency.linear),
         }
         peak = DEVICES[device].flops_per_ms
-        forward_ms, backward_ms = (
-            {
-                part: tuple(
-                    (factor if is_backward else 1.0) * (count / (peak * reached))
-                    for count in counts
-                )
-                for part, (counts, reached, factor) in counted.items()
-            }
-            for is_backward in (False, True)
-        )
-        if shape.experts is None:
-            del forward_ms[Part.EXPERTS], backward_ms[Part.EXPERTS]
-        else:
-            sent_ms = shape.experts.layers_share * exchange_ms_per_token(
-                hidden_size=shape.hidden_size,
-                top_k=top_k,
-                ranks=expert_parallel_size,
-                tensor_parallel_size=shape.tensor_parallel_size,
-                gigabytes_per_second=gigabytes_per_second,
-            )
-            for rows in (forward_ms, backward_ms):
-                rows[Part.EXPERTS] = _per_token(rows[Part.EXPERTS][_TOKENS] + sent_ms)
+        forward_ms = {
+            part: tuple(count / (peak * reached) for count in by_feature(counts))
+            for part, (counts, reached) in counted.items()
+        }
+        backward_ms = {
+            part: tuple(_BACKWARD_OVER_FORWARD[part] * value for value in row)
+            for part, row in forward_ms.items()
+        }
+        if shape.experts is not None:
+            operations = 2.0 * shape.routed_weights(shape.experts.top_k) * share
+            products_ms = operations / (peak * efficiency.experts)
+            sent_ms = exchange_ms_per_token(shape, expert_parallel_size, gigabytes_per_second)
+            forward_ms[Part.EXPERTS] = by_feature({"tokens": products_ms + sent_ms})
+            backward_ms[Part.EXPERTS] = by_feature({"tokens": 2.0 * products_ms + sent_ms})
         return cls(
             block_size=block_size,
             forward_ms=forward_ms,
             backward_ms=backward_ms,
             work=work,
-            exchange=exchange_of(shape),
-            source=f"{COUNTED} of {selection} on {device.upper()}, {efficiency}",
+            exchange=Exchange.of(shape),
+            source=f"counted operations of {selection} on {device.upper()}, {efficiency}",
             efficiency=efficiency,
             device=device.upper(),
-        ).with_bandwidth(gigabytes_per_second)
-
-
-_TOKENS = FEATURES.index("tokens")
-
-
-def _per_token(value: float) -> tuple[float, ...]:
-    """Coefficients of a cost that is proportional to the tokens."""
-    return tuple(value if feature == _TOKENS else 0.0 for feature in range(len(FEATURES)))
-
-
-def exchange_of(shape: ModelShape, dtype: str = "bfloat16") -> Exchange:
-    """Cost of micro-batches that ranks share, at the nominal bandwidth."""
-    query_heads, kv_heads = shape.rank_heads
-    return replace(
-        Exchange.of(kv_heads * (shape.head_dim + shape.value_dim), dtype),
-        query_heads=query_heads,
-        kv_heads=kv_heads,
-    )
+        )
 
 
 def attended_token_pairs(
@@ -347,12 +314,12 @@ def training_flops(
 class StageScales:
     """Factors on the predicted forward and backward ms of every stage and chunk; read-only arrays.
 
-    ``slowness_RP``: factors on top, of every data-parallel rank's device in a stage; None where
+    ``slowness_RP``: factors on top, of every data-parallel rank's device in a stage; R is 1 where
     all are alike. ``cut_ratio``: factor on top, of micro-batches in segments.
     """
 
     scales_2PV: np.ndarray
-    slowness_RP: np.ndarray | None = None
+    slowness_RP: np.ndarray
     cut_ratio: float = 1.0
 
     @classmethod
@@ -361,24 +328,25 @@ class StageScales:
         return cls.of(np.ones((2, stages, virtual_stages)))
 
     @classmethod
-    def of(cls, scales_2PV: np.ndarray, slowness_RP: np.ndarray | None = None) -> "StageScales":
-        """Scales from copies of arrays."""
+    def of(
+        cls,
+        scales_2PV: np.ndarray,
+        slowness_RP: np.ndarray | None = None,
+        cut_ratio: float = 1.0,
+    ) -> "StageScales":
+        """Scales from copies of arrays; without slowness, all devices are alike."""
+        if slowness_RP is None:
+            slowness_RP = np.ones((1, scales_2PV.shape[1]))
         return cls(
             scales_2PV=_read_only(scales_2PV),
-            slowness_RP=None if slowness_RP is None else _read_only(slowness_RP),
+            slowness_RP=_read_only(slowness_RP),
+            cut_ratio=cut_ratio,
         )
-
-    @property
-    def device_slowness_RP(self) -> np.ndarray:
-        """``slowness_RP``; ones, and R is 1, where all are alike."""
-        if self.slowness_RP is None:
-            return np.ones((1, self.scales_2PV.shape[1]))
-        return self.slowness_RP
 
     @property
     def factors_2RPV(self) -> np.ndarray:
         """All factors on predicted times; R may be 1."""
-        return self.scales_2PV[:, None] * self.device_slowness_RP[..., None]
+        return self.scales_2PV[:, None] * self.slowness_RP[..., None]
 
 
 def _read_only(values: np.ndarray) -> np.ndarray:

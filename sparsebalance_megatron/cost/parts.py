@@ -28,7 +28,7 @@ class Part(StrEnum):
 
 
 class Direction(StrEnum):
-    """A pass through a part of the model."""
+    """A pass through the model or a part of it, in the order of an axis of two."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -24,7 +24,7 @@ from sparsebalance_megatron.cost.parts import (
     Part,
     SegmentCost,
 )
-from sparsebalance_megatron.cost.work_model import WorkModel, features
+from sparsebalance_megatron.cost.work_model import WorkModel, features, work_model_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked, read_json
 
@@ -230,11 +230,6 @@ class CostTable:
         place = os.fspath(path)
         try:
             document = read_json(Path(path), dict[str, Any])
-            timed = document.get("attention_ms")
-            if isinstance(timed, dict) and timed.keys() == {"flash"}:
-                raise CostTableError(
-                    f"cost table {place}: measured with attention flash, which is gone; {_REMEDY}"
-                )
             identity = checked(document, RunIdentity)
             from_file = {"format_version": None} | document
             table = checked(from_file | {"identity": asdict(identity), "path": place}, cls)
@@ -243,23 +238,13 @@ class CostTable:
         table.validate()
         return table
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Check, then write atomically: readers see the old file or the whole new one."""
+    def text(self) -> str:
+        """The file's text, of a table that has been checked."""
         self.validate()
         document = msgspec.to_builtins(self)
         del document["path"]
         header = {"format_version": document.pop("format_version"), **document.pop("identity")}
-        text = msgspec.json.format(msgspec.json.encode(header | document), indent=1)
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("xb") as file:
-                file.write(text + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        return _indented(header | document)
 
     def validate(self) -> None:
         """Check every value; the error names the field or row that no measurement can have."""
@@ -268,6 +253,7 @@ class CostTable:
             checked(msgspec.to_builtins(self), CostTable)
             size = self.identity.block_size
             check_range("block_size", size, f"block_size {size}")
+            work_model_named(self.identity.selection)
         except (UnreadableFileError, ConfigError) as error:
             raise CostTableError(f"{self.place}: {error}; {_REMEDY}") from error
         if shape.num_attention_heads % shape.num_query_groups:
@@ -307,6 +293,10 @@ class CostTable:
         return "cost table" if self.path is None else f"cost table {self.path}"
 
 
+def _indented(document: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(document), indent=1).decode() + "\n"
+
+
 _MEASURE_IT = "measure it with `sparse-balance sensitivity`"
 
 
@@ -330,7 +320,7 @@ class Sensitivities(msgspec.Struct, frozen=True, kw_only=True):
 
     def text(self) -> str:
         """The file's text."""
-        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+        return _indented(self)
 
 
 def read_sensitivities(path: Path, layers: int) -> np.ndarray:

@@ -6,6 +6,7 @@ Cost and plan know of a selection only what stands here.
 Shape legend: S samples or documents of a micro-batch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,11 @@ from sparsebalance_megatron.selector_registry import load_work_model
 
 FEATURES = ("micro_batches", "sequences", "tokens", "block_pairs", "visible_block_pairs")
 """Order of the feature vector; every entry adds up over the documents of a micro-batch."""
+
+
+def by_feature(values: Mapping[str, float]) -> tuple[float, ...]:
+    """Values in the order of :data:`FEATURES`; 0 for those that are not named."""
+    return tuple(values.get(name, 0.0) for name in FEATURES)
 
 
 class WorkModel(Protocol):

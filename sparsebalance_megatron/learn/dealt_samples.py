@@ -96,10 +96,9 @@ class DealtSamples:
             return running
         if not self.begin <= step < self.end:
             return Window(step, 1, share)
-        phase_begin, phase_end = self.batch_sizes.phase_around(step)
-        begin = max(self.begin, phase_begin)
-        first = step - (step - begin) % steps
-        return Window(first, int(min(steps, phase_end - first, self.end - first)), share)
+        phase = self.batch_sizes.phase_of(step)
+        first = step - (step - max(self.begin, phase.first_step)) % steps
+        return Window(first, int(min(steps, phase.end_step - first, self.end - first)), share)
 
     def step_window(self, step: int) -> StepWindow:
         """Facts about a step, for the log."""

@@ -10,8 +10,9 @@ import numpy as np
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.dense_length import check_dense_length, with_dense_length
+from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.fit import configured_cost_model, without_warnings
-from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, CostModel, exchange_of
+from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, CostModel
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
@@ -73,8 +74,8 @@ class HostJob:
     def cost_model(self, config: SparseBalanceConfig, run: Mapping[str, Any]) -> CostModel:
         """The costs of this job: those of the configured table, else counted operations.
 
-        ``run``: what a table must share with this run, by the names of ``RunIdentity``; a process
-        that only plans has neither device nor dtype, and gives nothing.
+        ``run``: the device and dtype that a table must have been measured for; a process that only
+        plans has neither.
         """
         cost = configured_cost_model(
             config, self.shape, run, expert_parallel_size=self.expert_parallel_size
@@ -85,7 +86,7 @@ class HostJob:
         if not exchange.cp_size_slowness:  # none was measured
             exchange = exchange.in_nodes(self.neighbours_per_node)
         within, most_ranks = self._sharing(config)
-        if config.heads_may_travel:
+        if not config.attends_by_lists:
             exchange = replace(exchange, heads_within=within)
         cost = replace(cost, exchange=exchange)
         # Documents that are cut, or shared beyond heads, run on kernels of this package.
@@ -113,15 +114,19 @@ class HostJob:
     def _sharing(self, config: SparseBalanceConfig) -> tuple[int, int]:
         """Most ranks between which heads travel, and that share a micro-batch.
 
-        Heads travel within a node, and beyond where the model's own attention stays for that.
+        Heads travel between all that share where they can, beyond a node, too: other ways are
+        slower for dense documents. Only where they leave all attention to the model do they say how
+        many share. Otherwise they travel within a node.
         """
-        given = self.layout, config, self.neighbours_per_node
-        if config.leaves_attention:
-            ranks = self.layout.data_parallel_size
-            served = replace(exchange_of(self.shape), heads_within=ranks)
-            if served.heads_serve(largest := max_cp_size(*given, served)):
-                return ranks, largest
-        return self.neighbours_per_node, max_cp_size(*given)
+        given, ranks = (
+            (self.layout, config, self.neighbours_per_node),
+            self.layout.data_parallel_size,
+        )
+        served = replace(Exchange.of(self.shape), heads_within=ranks)
+        largest = max_cp_size(*given)
+        if config.leaves_attention and served.heads_serve(most := max_cp_size(*given, served)):
+            largest = most
+        return ranks if served.heads_serve(largest) else self.neighbours_per_node, largest
 
     def coverage(self, config: SparseBalanceConfig) -> CoverageCurves:
         """Coverage curves that have observed nothing yet."""
@@ -199,7 +204,7 @@ class HostPlanner:
     A plan is a pure function of the arguments of :meth:`plan` and of what :meth:`learn` and
     :meth:`load_state_dict` were given, so every process that made the same calls makes the same
     plan. ``steps`` counts what has been learnt from, ``config`` are the choices with the length up
-    to which documents are dense.
+    to which documents are dense, ``step_planner`` plans for a number of micro-batches.
 
     Args:
         config: the plugin's choices.
@@ -236,7 +241,7 @@ class HostPlanner:
         self._dense_by_costs = config.dense_up_to == "auto"
         config = with_dense_length(config, cost, job.padded(job.max_sample_tokens))
         self.coverage = job.coverage(config)
-        self._planner = StepPlanner(
+        self.step_planner = StepPlanner(
             job=job.layout,
             plan_settings=job.plan_settings(config, job.padded(job.max_sample_tokens)),
             cost=cost,
@@ -249,18 +254,8 @@ class HostPlanner:
         self.steps = 0
 
     @property
-    def cost(self) -> CostModel:
-        """What plans are made by."""
-        return self._planner.cost
-
-    @property
-    def plan_settings(self) -> PlanSettings:
-        """What plans may do."""
-        return self._planner.plan_settings
-
-    @property
     def config(self) -> SparseBalanceConfig:
-        return self.plan_settings.config
+        return self.step_planner.plan_settings.config
 
     def plan(
         self,
@@ -290,8 +285,8 @@ class HostPlanner:
         lengths = self._padded_lengths(lengths_tokens)
         if placement is not None:
             micro_batches = micro_batches or max(map(len, placement), default=0)
-        known = self._planner.knowledge()
-        plan_settings = self._planner.plan_settings
+        known = self.step_planner.knowledge()
+        plan_settings = self.step_planner.plan_settings
         counts = self._micro_batch_counts(lengths, micro_batches)
         tried: list[Sequence[int]] = [counts]
         if micro_batches is not None:
@@ -304,7 +299,7 @@ class HostPlanner:
         for some in tried:
             for count in some:
                 try:
-                    planned = self._planner.plan(
+                    planned = self.step_planner.plan(
                         self.steps if step is None else step,
                         lengths,
                         replace(self.job.layout, micro_batches=count),
@@ -343,7 +338,7 @@ class HostPlanner:
                     f"{multiple}"
                 )
             return range(given, given + 1)
-        plan_settings = self._planner.plan_settings
+        plan_settings = self.step_planner.plan_settings
         sharing = plan_settings.max_cp_size
         largest = len(lengths) * sharing // (ranks * multiple) * multiple
         if largest < 1:
@@ -358,29 +353,27 @@ class HostPlanner:
     def learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         """Learn from a step of this planner, or of another that knew the same."""
         self.steps += 1
-        self._planner.learn(planned, measured)
+        self.step_planner.learn(planned, measured)
 
     def state_dict(self) -> dict[str, Any]:
         """State that later plans depend on besides lengths; plain Python types."""
-        return self._planner.state_dict() | {"steps": self.steps}
+        return self.step_planner.state_dict() | {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
         """Take over the state of another planner of this model; see
         :meth:`.StepPlanner.load_state_dict`."""
-        afresh = self._planner.load_state_dict(state)
+        afresh = self.step_planner.load_state_dict(state)
         self.steps = int(state["steps"])
-        own = self.config.dense_up_to_tokens
-        planner, counted = self._planner, bool(state.get("dense_up_to_counted"))
+        flag, own = flag_name("dense_up_to"), self.config.dense_up_to_tokens
+        planner, counted = self.step_planner, bool(state.get("dense_up_to_counted"))
         kept = kept_dense_length(state, planner.plan_settings, planner.cost)
         if self._dense_by_costs and counted and planner.cost.efficiency is None:
             saved = state["dense_up_to_tokens"]
-            line = f"{flag_name('dense_up_to')} is {own} by the cost table; {saved} was counted"
-            return (*afresh, line)
-        if kept in (None, own):
+            return (*afresh, f"{flag} is {own} by the cost table; {saved} was counted")
+        if kept is None or kept == own:
             return afresh
-        line = f"{flag_name('dense_up_to')} is {own}, in the state {kept}"
-        if self._dense_by_costs:
-            line = f"{flag_name('dense_up_to')} stays {kept}; by this job's costs it would be {own}"
-            planner.plan_settings = planner.plan_settings.with_dense_length(kept)
-            planner.dense_counted = counted
-        return (*afresh, line)
+        if not self._dense_by_costs:
+            return (*afresh, f"{flag} is {own}, in the state {kept}")
+        planner.plan_settings = planner.plan_settings.with_dense_length(kept)
+        planner.dense_counted = counted
+        return (*afresh, f"{flag} stays {kept}; by this job's costs it would be {own}")

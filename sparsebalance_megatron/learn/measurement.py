@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.pipeline.operation_times import (
     imbalance,
@@ -20,8 +21,6 @@ from sparsebalance_megatron.plan.pipeline.operation_times import (
 )
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 
-DIRECTIONS = ("forward", "backward")
-"""The passes through the model, in the order of an axis of two."""
 PASSES = 4
 """Through a collective of a segment: one forward, and in backward one recomputed and two of
 gradients."""
@@ -66,7 +65,7 @@ class CollectiveTime(NamedTuple):
     def place(self) -> tuple[int, int, int, int, int]:
         """Chunk, position, segment, number, and which of the :data:`PASSES` it is."""
         backward = min(1 + self.passes_before, PASSES - 1)
-        last = 0 if self.direction == "forward" else backward
+        last = 0 if self.direction == Direction.FORWARD else backward
         return self.chunk, self.position, self.segment, self.number, last
 
 
@@ -234,7 +233,6 @@ class StepFigures:
     coverage_base: Figure
     coverage_min: Figure
     unobserved: int
-    digest_mismatches: int
 
     @classmethod
     def of(cls, planned: PlannedStep, measured: StepMeasurement) -> "StepFigures":
@@ -269,7 +267,7 @@ class StepFigures:
             bubble_fraction_stage=tuple(idle_RP.mean(axis=0).tolist()),
             relative_time_stage=tuple(relative_RP.mean(axis=0).tolist()),
             relative_time_max=float(relative_RP.max()),
-            slowness_planned_max=float(scales.device_slowness_RP.max()),
+            slowness_planned_max=float(scales.slowness_RP.max()),
             work_ratio=expected.work_ratio,
             tuned_samples=expected.samples_cut + expected.samples_raised,
             budget_blocks_mean=float(budgets_LS.mean()),
@@ -280,7 +278,6 @@ class StepFigures:
             coverage_base=float(totals.base_sum / (totals.base_count or math.nan)),
             coverage_min=totals.minimum if math.isfinite(pairs) else math.nan,
             unobserved=totals.unobserved,
-            digest_mismatches=len(measured.differing_ranks),
         )
 
     def log_line(self) -> dict[str, float]:

@@ -19,23 +19,18 @@ import numpy as np
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.step_planner import (
-    Knowledge,
-    StateError,
-    StepPlanner,
-    check_version,
-)
-from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.learn.step_planner import Knowledge, StateError, StepPlanner
 from sparsebalance_megatron.plan.job import Job, whole_parts
 
 _PLANS_KEPT = 2
 """The step that runs and the one after it."""
 
 
-class _Phase(NamedTuple):
+class Phase(NamedTuple):
     """Consecutive steps of one size."""
 
     first_step: int
+    end_step: float
     first_sample: int
     size: int
 
@@ -70,20 +65,23 @@ class BatchSizes:
         """Samples of the largest step."""
         return max(size for _, size in self.schedule)
 
+    def phase_of(self, step: int) -> Phase:
+        """The part of the schedule that a step is in."""
+        return next(phase for phase in self._phases if step < phase.end_step)
+
     def size_of(self, step: int) -> int:
         """Samples of a step."""
-        return self._phase_of(step).size
+        return self.phase_of(step).size
 
     def first_sample(self, step: int) -> int:
         """Samples consumed before a step; ``step`` may be the one after the last."""
-        phase = self._phase_of(step)
+        phase = self.phase_of(step)
         return phase.first_sample + (step - phase.first_step) * phase.size
 
     def sizes_from(self, step: int) -> tuple[int, ...]:
         """Sizes of that step and of all after it, each once, in order."""
-        ends = [phase.first_step for phase in self._phases[1:]]
-        coming = zip(self._phases, [*ends, math.inf], strict=True)
-        return tuple(dict.fromkeys(phase.size for phase, end in coming if end > step))
+        coming = (phase.size for phase in self._phases if step < phase.end_step)
+        return tuple(dict.fromkeys(coming))
 
     def step_at(self, consumed_samples: int) -> int:
         """The step that begins after so many samples, or a :class:`StateError` if none does."""
@@ -107,25 +105,17 @@ class BatchSizes:
         phase = [each for each in self._phases if each.first_sample <= samples][-1]
         return phase.first_step - (phase.first_sample - samples) // phase.size
 
-    def phase_around(self, step: int) -> tuple[int, float]:
-        """The first step of that step's part of the schedule, and the one after the last."""
-        later = [each.first_step for each in self._phases if each.first_step > step]
-        return self._phase_of(step).first_step, min(later, default=math.inf)
-
-    def _phase_of(self, step: int) -> _Phase:
-        return [phase for phase in self._phases if phase.first_step <= step][-1]
-
     @cached_property
-    def _phases(self) -> tuple[_Phase, ...]:
+    def _phases(self) -> tuple[Phase, ...]:
         """Every phase that has a step."""
-        phases = [_Phase(0, 0, self.schedule[0][1])]
-        for threshold, size in self.schedule[1:]:
-            step, consumed, last_size = phases[-1]
-            steps = -(-(threshold - consumed) // last_size)
-            if steps <= 0:  # the step that reached an earlier threshold reached this one too
-                phases.pop()
-            phases.append(_Phase(step + max(0, steps), consumed + max(0, steps) * last_size, size))
-        return tuple(phases)
+        phases, step, consumed = [], 0, 0
+        for (_, size), (threshold, _) in pairwise(self.schedule):
+            # None where the step that reached an earlier threshold reached this one too.
+            steps = max(0, -(-(threshold - consumed) // size))
+            if steps:
+                phases.append(Phase(step, step + steps, consumed, size))
+            step, consumed = step + steps, consumed + steps * size
+        return (*phases, Phase(step, math.inf, consumed, self.schedule[-1][1]))
 
 
 class SampleLengths(Protocol):
@@ -161,24 +151,17 @@ class Scheduler:
     _known_for_next: Knowledge | None = field(default=None, init=False)
     _finished_step: int = field(default=-1, init=False)
 
-    @property
-    def coverage(self) -> CoverageCurves:
-        """The curves as learnt so far."""
-        return self.planner.coverage
-
     def planned(self, step: int) -> PlannedStep:
         """The plan of a step."""
         if step not in self._planned:
             started = self.planner.clock()
             known, future = self.planner.knowledge(), self._ahead.pop(step, None)
-            if self.worker is None:
-                planned = self._plan(step, known)
-            else:
-                self._drop_plans_ahead()
-                late = self._known_for_next or known
-                planned = future.result() if future else self._plan(step, late)
+            self._drop_plans_ahead()
+            earlier = self._known_for_next or known
+            planned = future.result() if future else self._plan(step, earlier)
+            if self.worker is not None:
                 self._known_for_next = known
-                self._followers.clear()
+            self._followers.clear()
             wait_ms = (self.planner.clock() - started) * 1e3
             self._planned[step] = replace(planned, wait_ms=wait_ms)
             for old in [known for known in self._planned if known <= step - _PLANS_KEPT]:
@@ -192,10 +175,8 @@ class Scheduler:
         kernels compete, and before that the device has nothing to do. Where it is not called,
         :meth:`planned` plans when asked, and makes the same plan.
         """
-        known = self._known_for_next
-        if self.worker is None or known is None or step + 1 in self._ahead:
-            return
-        if step not in self._planned:
+        known, is_planned = self._known_for_next, step + 1 in self._ahead
+        if self.worker is None or known is None or is_planned or step not in self._planned:
             return
         followers, self._followers = self._followers, []
         self._ahead = {step + 1: self.worker.submit(self._plan_for, step + 1, known, followers)}
@@ -287,11 +268,10 @@ class Scheduler:
     def load_state_dict(self, state: dict[str, Any]) -> tuple[str, ...]:
         """Take over saved state; see :meth:`.StepPlanner.load_state_dict` and
         :meth:`BatchSizes.step_at`."""
-        check_version(state)
+        afresh = self.planner.load_state_dict(state)
         self._finished_step = self.batch_sizes.step_at(int(state["consumed_samples"])) - 1
         self._drop_plans_ahead()
         self._planned.clear()
-        afresh = self.planner.load_state_dict(state)
         self._known_for_next = None
         if self.worker is not None and not afresh and state["next_plan"] is not None:
             self._known_for_next = self.planner.knowledge().restored(state["next_plan"])

@@ -29,7 +29,7 @@ from sparsebalance_megatron.flags import (
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.unsupported import (
-    check_batches,
+    check_global_batch,
     check_supported,
     not_installed,
 )
@@ -43,7 +43,7 @@ PLUGIN_DEFAULTS: dict[str, Any] = {
 """Megatron defaults that the plugin needs otherwise: its own iterator, a loss that does not depend
 on how samples are grouped, and attention without dropout."""
 
-_WITHOUT_SIDE_EFFECTS: dict[str, Any] = {
+WITHOUT_SIDE_EFFECTS: dict[str, Any] = {
     "tensorboard_dir": None,
     "wandb_project": "",
     "enable_one_logger": False,
@@ -197,7 +197,7 @@ def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
     config = config_from_args(args)
     check_supported(args, config)
     check_dense_length(config, args.seq_length)
-    check_batches(args)
+    check_global_batch(args)
     return not_installed(args)
 
 
@@ -230,8 +230,8 @@ def arguments_without_ranks(
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
     validate_args(args)
-    for name in _WITHOUT_SIDE_EFFECTS.keys() & vars(args).keys():
-        setattr(args, name, _WITHOUT_SIDE_EFFECTS[name])
+    for name in WITHOUT_SIDE_EFFECTS.keys() & vars(args).keys():
+        setattr(args, name, WITHOUT_SIDE_EFFECTS[name])
     set_global_variables(args)
     # Checks learning rate and weight decay over time, for an optimizer without parameters.
     get_optimizer_param_scheduler(Namespace(param_groups=[]))

@@ -4,9 +4,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparsebalance_megatron.config import SparseBalanceConfig
@@ -57,11 +58,10 @@ QUICK = Thoroughness(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """Parts to time on one micro-batch."""
+class Cell(NamedTuple):
+    """A part to time on one micro-batch."""
 
-    parts: tuple[Part, ...]
+    part: Part
     lengths_tokens: tuple[int, ...]
     budget_blocks: int
 
@@ -86,29 +86,21 @@ def plan_cells(
     Attention runs at powers of four, at the base budget, and at all blocks where that is
     affordable, sparse and dense; other parts run at the base budget only.
     """
-    parts = tuple(
-        part
-        for part in Part
-        if part is not Part.DENSE_ATTENTION and (has_experts or part is not Part.EXPERTS)
-    )
+    left_out = {Part.DENSE_ATTENTION} if has_experts else {Part.DENSE_ATTENTION, Part.EXPERTS}
     cuts = [_cut(longest_tokens // divisor, 1) for divisor in thoroughness.divisors]
     cuts += [_cut(max(cuts)[0] // 2, documents) for documents in thoroughness.documents]
-    cells, measured_densely = [], 0
-    for lengths in sorted({cut for cut in cuts if min(cut) >= 1}, key=lambda cut: (sum(cut), cut)):
+    cuts = sorted({cut for cut in cuts if min(cut) >= 1}, key=lambda cut: (sum(cut), cut))
+    cells = []
+    for number, lengths in enumerate(cuts):
         blocks = -(-max(lengths) // config.block_size)
         base = min(config.base_budget, blocks)
         dense = {blocks} if blocks <= thoroughness.most_dense_blocks else set()
         fours = {4**power for power in range(8) if 4**power <= min(blocks, 2 * config.base_budget)}
-        cells.append(Cell(parts=parts, lengths_tokens=lengths, budget_blocks=base))
-        if dense or measured_densely < _LEAST_DENSE_CELLS:
-            measured_densely += 1
-            cells.append(
-                Cell(parts=(Part.DENSE_ATTENTION,), lengths_tokens=lengths, budget_blocks=blocks)
-            )
-        cells += [
-            Cell(parts=(Part.ATTENTION,), lengths_tokens=lengths, budget_blocks=budget)
-            for budget in sorted((fours | dense) - {base})
-        ]
+        cells += [Cell(part, lengths, base) for part in Part if part not in left_out]
+        if dense or number < _LEAST_DENSE_CELLS:
+            cells.append(Cell(Part.DENSE_ATTENTION, lengths, blocks))
+        budgets = sorted((fours | dense) - {base})
+        cells += [Cell(Part.ATTENTION, lengths, budget) for budget in budgets]
     return cells
 
 
@@ -119,9 +111,7 @@ def _cut(tokens: int, documents: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise(ends))
 
 
-def measure(
-    part: Part, timed: Timed, cell: Cell, thoroughness: Thoroughness, clock: Clock
-) -> list[CostRow]:
+def measure(timed: Timed, cell: Cell, thoroughness: Thoroughness, clock: Clock) -> list[CostRow]:
     """Time a part as often as ``thoroughness`` says: a row per direction that it runs in."""
     for _ in range(thoroughness.warm_up):
         time_once(timed, clock)
@@ -135,10 +125,10 @@ def measure(
     columns_ms = zip(Direction, zip(*runs_ms, strict=True), strict=False)
     return [
         CostRow(
-            part=part,
+            part=cell.part,
             direction=direction,
             lengths_tokens=cell.lengths_tokens,
-            budget_blocks=cell.budget_blocks if part is Part.ATTENTION else None,
+            budget_blocks=cell.budget_blocks if cell.part is Part.ATTENTION else None,
             **median_and_spread(times_ms),
         )
         for direction, times_ms in columns_ms
@@ -166,14 +156,14 @@ def median_and_spread(times_ms: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def backward_from(
-    gradient: Tensor | None, *, inputs: Sequence[Tensor] = ()
-) -> Callable[[Tensor], None]:
-    """A backward from ``gradient``. Parameters accumulate, as in training; inputs start afresh."""
+def with_backward(forward: Callable[[], Tensor], *inputs: Tensor) -> Timed:
+    """A part and its backward from gradients of ones. Parameters accumulate, as in training; inputs
+    start afresh."""
+    gradient = torch.ones_like(forward())
 
     def backward(output: Tensor) -> None:
         for leaf in inputs:
             leaf.grad = None
         output.backward(gradient)
 
-    return backward
+    return Timed(forward=forward, backward=backward)

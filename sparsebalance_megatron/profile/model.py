@@ -49,7 +49,7 @@ from sparsebalance_megatron.megatron.packed_seq_params import (
     local_micro_batches,
 )
 from sparsebalance_megatron.megatron.sequence_groups import make_sequence_groups
-from sparsebalance_megatron.megatron.settings import head_dims
+from sparsebalance_megatron.megatron.settings import dtype_name, head_dims, model_shape
 from sparsebalance_megatron.megatron.single_process import (
     data_parallel_world,
     start_single_process,
@@ -58,11 +58,12 @@ from sparsebalance_megatron.megatron.single_process import (
 from sparsebalance_megatron.megatron.timing import Clock
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.profile.cells import (
+    Cell,
     Thoroughness,
     Timed,
-    backward_from,
     median_and_spread,
     time_once,
+    with_backward,
 )
 
 _DIVISORS = (4, 1)
@@ -91,7 +92,6 @@ class ProfiledModel:
         self.has_experts = bool(self._config.num_moe_experts)
         if self.has_experts:
             self._layer.mlp = _PassHidden()
-        self._generator = torch.Generator(device=device).manual_seed(args.seed)
 
     @property
     def list_kernels(self) -> list[AttentionImplementation]:
@@ -117,22 +117,17 @@ class ProfiledModel:
         }
         return [*(name for name, does in serves.items() if does), "torch"]
 
-    def timed(
-        self,
-        part: Part,
-        lengths_tokens: Sequence[int],
-        budget_blocks: int,
-        kernel: Any = None,
-    ) -> Timed:
+    def timed(self, cell: Cell, kernel: Any = None) -> Timed:
         """A part on a micro-batch of random data, all samples at one budget; attention by one of
         :attr:`list_kernels` or :attr:`dense_kernels`."""
-        (context,) = self._micro_batches(lengths_tokens, budget_blocks)
+        (context,) = self._micro_batches(cell.lengths_tokens, cell.budget_blocks)
         tokens = context.layout.tokens
-        match part:
+        match cell.part:
             case Part.ATTENTION:
                 qkv = self._queries_keys_values(tokens)
                 selection = self._select(qkv[0], qkv[1], context)
-                return self._attention(qkv, self._by_lists(lambda: selection, kernel))
+                by_lists = partial(block_sparse_attention, selection=selection)
+                return self._attention(qkv, partial(by_lists, implementation=kernel))
             case Part.DENSE_ATTENTION:
                 return self._dense_attention(context, kernel)
             case Part.ROUTER:
@@ -141,9 +136,14 @@ class ProfiledModel:
             case Part.LINEAR:
                 return self._linear(tokens, context)
             case Part.EXPERTS:
-                return self._experts(tokens)
+                # The router of tokens, their way to the experts and back, and the experts.
+                hidden_T1h = self._hidden(tokens)
+                return with_backward(lambda: self._mlp(hidden_T1h)[0], hidden_T1h)
             case Part.EMBEDDING:
-                return self._embedding(tokens)
+                tokens_1T = self._token_ids(tokens)
+                places_1T = torch.arange(tokens, device=self._device)[None]
+                positions_1T = places_1T % self._max_seqlen_tokens
+                return with_backward(lambda: self._model.embedding(tokens_1T, positions_1T))
             case Part.HEAD:
                 return self._head(tokens)
 
@@ -172,38 +172,31 @@ class ProfiledModel:
     def _attention(
         self, qkv: tuple[Tensor, Tensor, Tensor], attend: Callable[..., tuple[Tensor, Tensor]]
     ) -> Timed:
-        q_THD, _, v_TGF = qkv
-        gradient_THF = q_THD.new_ones(*q_THD.shape[:2], v_TGF.shape[2])
-        return Timed(
-            forward=lambda: attend(*qkv, softmax_scale=q_THD.shape[-1] ** -0.5)[0],
-            backward=backward_from(gradient_THF, inputs=qkv),
-        )
+        scale = qkv[0].shape[-1] ** -0.5
+        return with_backward(lambda: attend(*qkv, softmax_scale=scale)[0], *qkv)
 
     def _dense_attention(self, context: LocalMicroBatch, kernel: DenseAttention) -> Timed:
         """As layers attend to documents that are covered: without lists, where that serves."""
-        layout = context.layout
+        layout, lists = context.layout, self._options.config.attention
         qkv = self._queries_keys_values(layout.tokens)
         if kernel == "model":
             attend = self._core_attention.attended_by_model
             return self._attention(qkv, lambda *qkv, **_: (attend(qkv, layout, context), qkv[0]))
-        if attends_densely(qkv[0], qkv[2], layout, self._options.config.attention, kernel):
+        if attends_densely(qkv[0], qkv[2], layout, lists, kernel):
             return self._attention(qkv, partial(dense_attention, layout=layout, kernel=kernel))
         layouts, groups = LayoutPair.within(layout), self._config.num_query_groups
-        of_everything = partial(Selection.of_everything, layouts, groups)
-        return self._attention(qkv, self._by_lists(of_everything, self._options.config.attention))
 
-    def _by_lists(
-        self, selection: Callable[[], Selection], implementation: AttentionImplementation
-    ) -> Callable[..., tuple[Tensor, Tensor]]:
-        def attend(*qkv: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-            q_THD, k_TGD, v_TGF = qkv
+        def by_lists(
+            q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, *, softmax_scale: float
+        ) -> tuple[Tensor, Tensor]:
+            everything = Selection.of_everything(layouts, groups)
             return block_sparse_attention(
-                *(q_THD, k_TGD, v_TGF, selection()),
+                *(q_THD, k_TGD, v_TGF, everything),
                 softmax_scale=softmax_scale,
-                implementation=implementation,
+                implementation=lists,
             )
 
-        return attend
+        return self._attention(qkv, by_lists)
 
     def attention_in_segments(self, tokens: int, budget_blocks: int, segments: int) -> Timed:
         """Selection and attention of a sample: forwards of segments in order, then backwards in
@@ -257,26 +250,10 @@ class ProfiledModel:
             )
             return out_T1h
 
-        backward = backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
-        return Timed(forward=layer, backward=backward)
-
-    def _experts(self, tokens: int) -> Timed:
-        """Router of tokens, their way to the experts and back, and the experts."""
-        hidden_T1h = self._hidden(tokens)
-        backward = backward_from(torch.ones_like(hidden_T1h), inputs=(hidden_T1h,))
-        return Timed(forward=lambda: self._mlp(hidden_T1h)[0], backward=backward)
-
-    def _embedding(self, tokens: int) -> Timed:
-        tokens_1T = self._token_ids(tokens)
-        positions_1T = torch.arange(tokens, device=self._device)[None] % self._max_seqlen_tokens
-        gradient_T1h = torch.ones_like(self._hidden(tokens))
-        return Timed(
-            forward=lambda: self._model.embedding(tokens_1T, positions_1T),
-            backward=backward_from(gradient_T1h),
-        )
+        return with_backward(layer, hidden_T1h)
 
     def _head(self, tokens: int) -> Timed:
-        """Final norm, vocabulary projection and loss; the gradient of the summed loss is ones."""
+        """Final norm, vocabulary projection and loss."""
         model = self._model
         hidden_T1h = self._hidden(tokens)
         labels_1T = self._token_ids(tokens)
@@ -289,7 +266,7 @@ class ProfiledModel:
             logits, _ = model.output_layer(normed_T1h, weight=weight)
             return model.compute_language_model_loss(labels_1T, logits).float().sum()
 
-        return Timed(forward=head, backward=backward_from(None, inputs=(hidden_T1h,)))
+        return with_backward(head, hidden_T1h)
 
     def _rotary(self, hidden_T1h: Tensor, params: BudgetedPackedSeqParams) -> Any:
         embedding = getattr(self._model, "rotary_pos_emb", None)
@@ -302,9 +279,7 @@ class ProfiledModel:
         return rotary[0] if isinstance(rotary, tuple) else rotary
 
     def _random(self, *shape: int) -> Tensor:
-        return torch.randn(
-            shape, generator=self._generator, dtype=self._config.params_dtype, device=self._device
-        )
+        return torch.randn(shape, dtype=self._config.params_dtype, device=self._device)
 
     def _hidden(self, tokens: int) -> Tensor:
         hidden_T1h = self._random(tokens, 1, self._config.hidden_size)
@@ -313,9 +288,7 @@ class ProfiledModel:
         return hidden_T1h.requires_grad_()
 
     def _token_ids(self, tokens: int) -> Tensor:
-        return torch.randint(
-            self._vocabulary, (1, tokens), generator=self._generator, device=self._device
-        )
+        return torch.randint(self._vocabulary, (1, tokens), device=self._device)
 
 
 def _head_shapes(config: Any) -> tuple[tuple[int, int], ...]:
@@ -421,12 +394,9 @@ def _exchange(
         deque(exchange.parts(*given), maxlen=0)
 
     def backward(_: None) -> None:
-        gradients = exchange.gradients(config.params_dtype, held)
-        for part in exchange.parts(*given):
-            gradients.add(
-                torch.cat((part.k_TGD, part.v_TGF), 2).to(wide_dtype(config.params_dtype))
-            )
-        gradients.result()
+        wide = wide_dtype(config.params_dtype)
+        parts = (torch.cat(kv, 2).to(wide) for *kv, _ in exchange.parts(*given))
+        exchange.gradient(parts, config.params_dtype, held)
 
     return Timed(forward=forward, backward=backward)
 
@@ -448,8 +418,7 @@ def _timed_rows(
     of_members: list[Any] = [None] * group.members
     dist.all_gather_object(of_members, runs_ms[thoroughness.warm_up :], group.process_group)
     slowest_ms = np.array(of_members).max(axis=0)
-    dtype = str(config.params_dtype).removeprefix("torch.")
-    cost = Exchange.of(config.num_query_groups * sum(head_dims(config)), dtype)
+    cost = Exchange.of(model_shape(config, vocab_size=1), dtype_name(config))
     per_token = cost.bytes_per_token, cost.bytes_per_token + cost.gradient_bytes_per_token
     return [
         ExchangeRow(

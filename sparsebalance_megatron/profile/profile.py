@@ -9,6 +9,7 @@ runs.
 import io
 import statistics
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -21,7 +22,7 @@ from sparsebalance_megatron import __version__
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
 from sparsebalance_megatron.cost.parts import Part, SegmentCost
 from sparsebalance_megatron.cost.table import CostRow, CostTable, ExchangeRow, RunIdentity
-from sparsebalance_megatron.megatron.arguments import device_type_of
+from sparsebalance_megatron.megatron.arguments import WITHOUT_SIDE_EFFECTS, device_type_of
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.timing import Clock, CudaEventClock, HostClock
 from sparsebalance_megatron.plan.coverage import budget_grid
@@ -56,13 +57,12 @@ _ONE_RANK: dict[str, Any] = {
             "num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers "
             "decoder_last_pipeline_num_layers global_batch_size eval_micro_batch_size "
             "eval_global_batch_size rampup_batch_size recompute_granularity recompute_method "
-            "recompute_num_layers save load tensorboard_dir",
+            "recompute_num_layers save load",
         ),
         (0, "rank"),
-        ("", "wandb_project"),
     )
     for name in names.split()
-}
+} | WITHOUT_SIDE_EFFECTS
 """Megatron arguments that spread the work, or write files, and their values for one process."""
 
 
@@ -112,23 +112,20 @@ def profile(
         # Its one layer selects; attention of dense layers is timed beside it.
         options = AttentionOptions(replace(config, layer_budgets=None), grid)
         model = ProfiledModel(args, options, device)
-    rows: list[CostRow] = []
-    by_kernel: dict[Part, dict[Any, list[CostRow]]] = {
-        Part.ATTENTION: {name: [] for name in model.list_kernels},
-        Part.DENSE_ATTENTION: {name: [] for name in model.dense_kernels},
+    kernels: dict[Part, Sequence[Any]] = dict.fromkeys(Part, (None,)) | {
+        Part.ATTENTION: model.list_kernels,
+        Part.DENSE_ATTENTION: model.dense_kernels,
     }
+    measured: dict[tuple[Part, Any], list[CostRow]] = defaultdict(list)
     cells = plan_cells(args.seq_length, config, thoroughness, has_experts=model.has_experts)
     for cell in progress(cells):
-        for part in cell.parts:
-            for name, found in by_kernel.get(part, {"": rows}).items():
-                timed = model.timed(part, cell.lengths_tokens, cell.budget_blocks, name)
-                found += measure(part, timed, cell, thoroughness, clock)
-    list_kernel, dense_kernel = (
-        min(found, key=lambda name: sum(row.ms_median for row in found[name]))
-        for found in by_kernel.values()
-    )
-    for part, name in zip(by_kernel, (list_kernel, dense_kernel), strict=True):
-        rows += by_kernel[part][name]
+        for name in kernels[cell.part]:
+            timed = model.timed(cell, name)
+            measured[cell.part, name] += measure(timed, cell, thoroughness, clock)
+    fastest = {
+        part: min(names, key=lambda name: sum(row.ms_median for row in measured[part, name]))
+        for part, names in kernels.items()
+    }
     segments = _measured_segments(model, config, args.seq_length, thoroughness, clock)
     return CostTable(
         identity=identity,
@@ -139,11 +136,11 @@ def profile(
         },
         date=datetime.now(UTC).date().isoformat(),
         threads=threads,
-        rows=tuple(rows),
+        rows=tuple(row for timed in fastest.items() for row in measured[timed]),
         exchanges=exchanges,
         segments=segments,
-        list_kernel=list_kernel,
-        dense_kernel=dense_kernel,
+        list_kernel=fastest[Part.ATTENTION],
+        dense_kernel=fastest[Part.DENSE_ATTENTION],
     )
 
 
@@ -162,7 +159,7 @@ def _measured_segments(
         return None
     budget = min(config.base_budget, -(-tokens // config.block_size))
     timed = (
-        model.timed(Part.LINEAR, (tokens,), budget),
+        model.timed(Cell(Part.LINEAR, (tokens,), budget)),
         *(model.attention_in_segments(tokens, budget, count) for count in (1, segments)),
     )
     repeats = thoroughness.warm_up + thoroughness.least_repeats
@@ -181,7 +178,7 @@ def _read_flags(
     """Megatron's arguments of one rank's share, the plugin's config, the table's identity, and
     Megatron's arguments as given."""
     from sparsebalance_megatron.megatron.arguments import config_from_args
-    from sparsebalance_megatron.megatron.settings import model_shape, run_identity
+    from sparsebalance_megatron.megatron.settings import device_name, dtype_name, model_shape
     from sparsebalance_megatron.megatron.single_process import (
         complete_flags,
         parse_flags,
@@ -198,16 +195,19 @@ def _read_flags(
     args.make_vocab_size_divisible_by *= ranks
     complete_flags(args, set_globals=True)
     shape = model_shape(transformer_config(args), args.padded_vocab_size)
-    dtype = str(args.params_dtype).removeprefix("torch.")
-    identity = run_identity(shape, dtype, config, device_type)
-    identity = replace(identity, shape=replace(identity.shape, tensor_parallel_size=ranks))
+    identity = RunIdentity(
+        device=device_name(device_type),
+        dtype=dtype_name(args),
+        block_size=config.block_size,
+        selection=config.selection,
+        shape=replace(shape, tensor_parallel_size=ranks),
+    )
     _cut_to_share(args, ranks)
     return args, config, identity, launched
 
 
 def _check_profilable(args: Namespace) -> None:
     for found, flag, remedy in (
-        (args.yaml_cfg is not None, "--yaml-cfg", "give every flag on the command line"),
         (args.use_checkpoint_args, "--use-checkpoint-args", "give the model's flags instead"),
         (
             isinstance(getattr(args, "moe_layer_freq", 1), list),

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bad_inputs.test_models import CONFIG, write_weights
-from cost.test_table import document
+from cost.cost_cases import planted_table
 from data.test_documents import ONES, VOCABULARY, tokens, write
 from learn.scheduler_cases import make_scheduler
 from plan.plan_cases import job_shape
@@ -101,7 +101,7 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 RECORDS = [{"text": "one"}, {"messages": TURNS}, {"text": "two", "id": 5}]
 FILES: dict[str, tuple[str, Callable[[Path], object], type[Exception]]] = {
     "table.json": (
-        json.dumps(document(), indent=1),
+        planted_table().text(),
         lambda path: fit_cost_model(CostTable.load(path)),
         CostTableError,
     ),

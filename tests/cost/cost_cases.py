@@ -1,15 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of what a model predicts, and steps that several tests learn from or compare with."""
+"""Models and tables with known contents, and steps that several tests learn from."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
-import msgspec
 import numpy as np
+from step_cases import SHAPE
 
 from sparsebalance_megatron.cost.model import CostModel, StageScales
-from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
+from sparsebalance_megatron.cost.work_model import features
+
+IDENTITY = RunIdentity(
+    device="cpu",
+    dtype="float32",
+    block_size=128,
+    selection="previous-block",
+    shape=replace(
+        SHAPE,
+        hidden_size=256,
+        ffn_hidden_size=688,
+        num_attention_heads=8,
+        head_dim=32,
+        vocab_size=1024,
+    ),
+)
+FORWARD_MS = {
+    Part.ATTENTION: (0.1, 0.01, 1e-4, 0.03, 0.0),
+    Part.DENSE_ATTENTION: (0.1, 0.01, 1e-4, 0.0, 0.02),
+    Part.ROUTER: (0.02, 0.003, 2e-5, 0.0, 1e-4),
+    Part.LINEAR: (0.05, 0.002, 1e-3, 0.0, 0.0),
+    Part.EMBEDDING: (0.01, 0.0, 1e-5, 0.0, 0.0),
+    Part.HEAD: (0.3, 0.0, 4e-3, 0.0, 0.0),
+}
+PLANTED = CostModel(
+    block_size=IDENTITY.block_size,
+    forward_ms=FORWARD_MS,
+    backward_ms={
+        part: tuple((2.0 if part is not Part.ROUTER else 0.0) * ms for ms in row)
+        for part, row in FORWARD_MS.items()
+    },
+    source="planted",
+)
+"""Coefficients of a plausible model; the router has no backward."""
+MIXES = ([256], [1000], [4096], [8192, 300], [128] * 16, [77] * 9, [16384], [2048, 4096, 513])
 
 
 def predict_ms(model: CostModel, part: Part, direction: Direction, rows: np.ndarray) -> np.ndarray:
@@ -33,24 +69,21 @@ def measured(
     """
     rng = np.random.default_rng(0)
     rows = []
-    for direction in Direction:
-        for part in (part for part in Part if part is not Part.EXPERTS):
-            for lengths in mixes:
-                for budget in budgets if part is Part.ATTENTION else (None,):
-                    row = CostRow(
-                        part=part,
-                        direction=direction,
-                        lengths_tokens=tuple(lengths),
-                        budget_blocks=budget,
-                        ms_median=1.0,
-                        ms_spread=0.01,
-                        repeats=5,
-                    )
-                    features = row.features(model.block_size, model.work)
-                    ms = slowness * predict_ms(model, part, direction, features)
-                    if ms > 0:
-                        noisy_ms = float(ms * np.exp(noise * rng.standard_normal()))
-                        rows.append(msgspec.structs.replace(row, ms_median=noisy_ms))
+    for direction, part, lengths in product(Direction, OF_EVERY_MODEL, mixes):
+        for budget in budgets if part is Part.ATTENTION else (None,):
+            work = features(lengths, budget or np.inf, model.block_size, model.work)
+            ms = slowness * predict_ms(model, part, direction, work)
+            if ms > 0:
+                row = CostRow(
+                    part=part,
+                    direction=direction,
+                    lengths_tokens=tuple(lengths),
+                    budget_blocks=budget,
+                    ms_median=float(ms * np.exp(noise * rng.standard_normal())),
+                    ms_spread=0.01,
+                    repeats=5,
+                )
+                rows.append(row)
     return CostTable(
         identity=identity,
         versions={"torch": "2.15.0", "megatron-core": "0.19.2"},
@@ -58,6 +91,11 @@ def measured(
         threads=1,
         rows=tuple(rows),
     )
+
+
+def planted_table(noise: float = 0.0) -> CostTable:
+    """A table of what :data:`PLANTED` takes."""
+    return measured(PLANTED, IDENTITY, MIXES, budgets=(1, 4, 16, None), noise=noise)
 
 
 @dataclass(frozen=True)

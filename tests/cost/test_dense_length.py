@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cost.cost_cases import predict_ms
+from cost.cost_cases import IDENTITY, planted_table, predict_ms
 
 from sparsebalance_megatron import flash_attention
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
@@ -19,7 +19,7 @@ from sparsebalance_megatron.cost.dense_length import (
 from sparsebalance_megatron.cost.fit import configured_cost_model
 from sparsebalance_megatron.cost.model import CostModel, Efficiency
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.table import ModelShape, RunIdentity
+from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.cost.work_model import features
 from sparsebalance_megatron.learn.host_planner import HostJob
 from sparsebalance_megatron.plan.job import Job
@@ -39,9 +39,9 @@ def both_ms(cost: CostModel, tokens: int, budget: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("sparse", [0.05, 0.13, 0.36])
 @pytest.mark.parametrize("budget", [4, 32])
-def test_times_cross_there(identity: RunIdentity, sparse: float, budget: int) -> None:
+def test_times_cross_there(sparse: float, budget: int) -> None:
     efficiency = Efficiency(dense=0.6, sparse=sparse)
-    cost = CostModel.analytic(identity.shape, 128, efficiency=efficiency)
+    cost = CostModel.analytic(IDENTITY.shape, 128, efficiency=efficiency)
     tokens = crossing_tokens(cost, budget, 1 << 24)
     assert tokens % 128 == 0 and tokens > budget * 128
     dense, sparse_ms = both_ms(cost, tokens, budget)
@@ -50,20 +50,16 @@ def test_times_cross_there(identity: RunIdentity, sparse: float, budget: int) ->
     assert dense > sparse_ms
 
 
-def test_no_longer_than_the_longest_and_none_where_sparse_attention_is_as_fast(
-    identity: RunIdentity,
-) -> None:
-    cost = CostModel.analytic(identity.shape, 128, efficiency=Efficiency(sparse=0.05))
+def test_no_longer_than_the_longest_and_none_where_sparse_attention_is_as_fast() -> None:
+    cost = CostModel.analytic(IDENTITY.shape, 128, efficiency=Efficiency(sparse=0.05))
     assert crossing_tokens(cost, 8, 2000) == 2048
     assert crossing_tokens(cost, 8, 1000) == 0
-    fast = CostModel.analytic(identity.shape, 128, efficiency=Efficiency(dense=0.1, sparse=0.7))
+    fast = CostModel.analytic(IDENTITY.shape, 128, efficiency=Efficiency(dense=0.1, sparse=0.7))
     assert crossing_tokens(fast, 8, 1 << 20) == 0
 
 
-def test_what_is_given_stays_and_the_line_says_what_costs_would_have(
-    identity: RunIdentity,
-) -> None:
-    cost = CostModel.analytic(identity.shape, 128)
+def test_what_is_given_stays_and_the_line_says_what_costs_would_have() -> None:
+    cost = CostModel.analytic(IDENTITY.shape, 128)
     found = with_dense_length(CHOICES, cost, 1 << 20)
     assert found.dense_up_to_tokens == crossing_tokens(cost, 8, 1 << 20) > 0
     assert f"up to {found.dense_up_to_tokens:,} tokens are" in dense_length_line(
@@ -129,7 +125,7 @@ SHAPE = ModelShape(
         (None, {"dense_attention": "fa4", "counted_device": "b200"}, "60%"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:no --sparse-balance-cost-table")
+@pytest.mark.filterwarnings("ignore:no cost table")
 def test_flash_attention_4_is_counted_where_it_will_run(
     installed: str | None, choices: Any, counted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,20 +143,20 @@ def test_flash_attention_4_is_counted_where_it_will_run(
         assert (ours <= models) == (counted == "60%")
 
 
-def test_what_a_table_was_measured_with_runs(tmp_path: Path, measure) -> None:
+def test_what_a_table_was_measured_with_runs(tmp_path: Path) -> None:
     """Whoever is fastest was measured; another that is named is told of."""
     path = tmp_path / "table.json"
     for kernel in ("torch", "fa4"):
-        replace(measure(), dense_kernel=kernel).save(path)
+        path.write_text(replace(planted_table(), dense_kernel=kernel).text())
         config = replace(CHOICES, cost_table=str(path), selection="previous-block")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*has times of")
-            cost = configured_cost_model(config, measure().identity.shape, {})
+            cost = configured_cost_model(config, planted_table().identity.shape, {})
         assert with_dense_length(config, cost, 1 << 20).dense_attention == kernel
         assert with_dense_length(config, cost, 1 << 20).attention == "auto"
         other = replace(config, dense_attention={"torch": "fa4", "fa4": "torch"}[kernel])
         with pytest.warns(UserWarning, match=f"has times of {kernel}"):
-            configured_cost_model(other, measure().identity.shape, {})
+            configured_cost_model(other, planted_table().identity.shape, {})
     of_lists = replace(cost, list_kernel="fa4")
     for named, runs in (("auto", "fa4"), ("blocks", "blocks")):
         chosen = replace(config, attention=named)

@@ -55,6 +55,7 @@ def test_weights_of_one_stage_are_those_that_megatron_counts(
     shape = replace(SHAPE, gated_linear_unit=gated, experts=experts)
     expert_ranks = 4 if experts and ranks > 1 else 1
     args = Namespace(
+        **vars(shape),
         moe_latent_size=None,
         moe_layer_freq=2,
         moe_ffn_hidden_size=experts and experts.ffn_hidden_size,
@@ -69,10 +70,6 @@ def test_weights_of_one_stage_are_those_that_megatron_counts(
         add_bias_linear=False,
         group_query_attention=True,
         kv_channels=shape.head_dim,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
         num_layers=6,
         swiglu=gated,
         padded_vocab_size=shape.vocab_size,

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import step_cases
-from cost.cost_cases import predict_ms
-from hypothesis import HealthCheck, given, settings
+from cost.cost_cases import IDENTITY, PLANTED, predict_ms
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import cost as oracle
 
@@ -20,51 +20,46 @@ from sparsebalance_megatron.cost.model import (
     training_flops,
 )
 from sparsebalance_megatron.cost.parts import Direction, Part
-from sparsebalance_megatron.cost.table import ExpertShape, RunIdentity
+from sparsebalance_megatron.cost.table import ExpertShape
 from sparsebalance_megatron.cost.work_model import features, work_model_named
 from sparsebalance_megatron.selector_registry import BUILT_IN
 
 DOCUMENTS = st.lists(st.tuples(st.integers(1, 400), st.integers(1, 6)), min_size=1, max_size=4)
-same_planted_model = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 
 
-@same_planted_model
+@settings(max_examples=25, deadline=None)
 @given(documents=DOCUMENTS)
-def test_prediction_equals_the_oracles_sum(
-    planted: CostModel, documents: list[tuple[int, int]]
-) -> None:
+def test_prediction_equals_the_oracles_sum(documents: list[tuple[int, int]]) -> None:
     lengths, budgets = (list(column) for column in zip(*documents, strict=True))
-    row = features(lengths, budgets, planted.block_size, planted.work)
+    row = features(lengths, budgets, PLANTED.block_size, PLANTED.work)
     for part in (part for part in Part if part is not Part.EXPERTS):
         expected = oracle.micro_batch_ms(
-            lengths, budgets, planted.block_size, planted.forward_ms[part]
+            lengths, budgets, PLANTED.block_size, PLANTED.forward_ms[part]
         )
-        assert predict_ms(planted, part, Direction.FORWARD, row) == pytest.approx(
+        assert predict_ms(PLANTED, part, Direction.FORWARD, row) == pytest.approx(
             expected, rel=1e-9
         )
 
 
-def test_recompute_adds_the_forward_it_repeats(planted: CostModel) -> None:
+def test_recompute_adds_the_forward_it_repeats() -> None:
     attention = {Part.ATTENTION, Part.DENSE_ATTENTION, Part.ROUTER}
     for full, attention_only, repeated in (
         (False, False, set()),
         (True, False, {*attention, Part.LINEAR, Part.EXPERTS}),
         (False, True, attention),
     ):
-        model = planted.with_recompute(full=full, attention_only=attention_only)
-        assert model.forward_ms == planted.forward_ms
+        model = PLANTED.with_recompute(full=full, attention_only=attention_only)
+        assert model.forward_ms == PLANTED.forward_ms
         for part in Part:
-            expected = planted.coefficients_ms(part, Direction.BACKWARD)
+            expected = PLANTED.coefficients_ms(part, Direction.BACKWARD)
             if part in repeated:
-                expected = expected + planted.coefficients_ms(part, Direction.FORWARD)
+                expected = expected + PLANTED.coefficients_ms(part, Direction.FORWARD)
             np.testing.assert_array_equal(model.coefficients_ms(part, Direction.BACKWARD), expected)
 
 
-def test_frozen_weights_leave_one_product_of_two(identity: RunIdentity) -> None:
+def test_frozen_weights_leave_one_product_of_two() -> None:
     """Counted by hand: a projection's backward is as long as its forward, attention as before."""
-    model = CostModel.analytic(identity.shape, 64)
+    model = CostModel.analytic(IDENTITY.shape, 64)
     frozen = model.with_frozen_weights()
     assert frozen.forward_ms == model.forward_ms
     for part in (Part.LINEAR, Part.HEAD):
@@ -78,12 +73,14 @@ def test_frozen_weights_leave_one_product_of_two(identity: RunIdentity) -> None:
     )
 
 
-def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
-    """2 operations per weight and token; 4 T^2 H D for dense attention over whole blocks."""
-    shape = identity.shape
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_counted_operations_of_a_layer(ranks: int) -> None:
+    """2 operations per weight and token; 4 T^2 H D for dense attention over whole blocks; divided
+    by the tensor-parallel ranks."""
+    shape = replace(IDENTITY.shape, tensor_parallel_size=ranks)
     efficiency = Efficiency(dense=0.7, sparse=0.3, linear=0.5, experts=0.4)
     model = CostModel.analytic(shape, 128, efficiency=efficiency)
-    peak = DEVICES["h200"].flops_per_ms
+    peak = ranks * DEVICES["h200"].flops_per_ms
     linear, sparse, dense = 0.5 * peak, 0.3 * peak, 0.7 * peak
     row = features([1024], np.inf, 128, model.work)
     weights = 256 * (8 + 2 + 2) * 32 + 8 * 32 * 256 + 3 * 256 * 688
@@ -103,23 +100,12 @@ def test_counted_operations_of_a_layer(identity: RunIdentity) -> None:
     assert predict_ms(model, Part.ROUTER, Direction.BACKWARD, row) == 0.0
 
 
-def test_counted_operations_shrink_with_tensor_parallelism(identity: RunIdentity) -> None:
-    row = features([4096], 4, 128, work_model_named("previous-block"))
-    whole = CostModel.analytic(identity.shape, 128)
-    half = CostModel.analytic(replace(identity.shape, tensor_parallel_size=2), 128)
-    for part in (Part.ATTENTION, Part.ROUTER, Part.LINEAR, Part.HEAD):
-        for direction in Direction:
-            assert predict_ms(half, part, direction, row) == pytest.approx(
-                predict_ms(whole, part, direction, row) / 2
-            )
-
-
-def test_routed_experts_are_a_part_of_their_own(identity: RunIdentity) -> None:
+def test_routed_experts_are_a_part_of_their_own() -> None:
     """2 operations per weight of a token's experts, and its copies there and back."""
     experts = ExpertShape(
         experts=16, top_k=4, ffn_hidden_size=96, shared_ffn_hidden_size=64, layers_share=0.75
     )
-    shape = replace(identity.shape, experts=experts)
+    shape = replace(IDENTITY.shape, experts=experts)
     model = CostModel.analytic(
         shape, 128, expert_parallel_size=8, gigabytes_per_second=100.0, device="h100"
     )
@@ -144,21 +130,10 @@ SMALL = {"hidden_size": 24, "ffn_hidden_size": 40, "num_attention_heads": 6, "he
 SHAPE = replace(step_cases.SHAPE, **SMALL, vocab_size=77)
 
 
-def naive_pairs(tokens: int, budget: int, block_size: int) -> int:
-    """Every query reads its own block up to itself, and whole blocks before it."""
-    pairs = 0
-    for query in range(tokens):
-        block = query // block_size
-        pairs += query % block_size + 1
-        pairs += min(budget - 1, block) * block_size
-    return pairs
-
-
 @given(st.integers(0, 70), st.integers(1, 12), st.sampled_from([1, 2, 8, 16]))
 def test_pairs_are_those_of_a_loop_over_queries(tokens: int, budget: int, block_size: int) -> None:
-    assert attended_token_pairs(tokens, budget, block_size) == naive_pairs(
-        tokens, budget, block_size
-    )
+    expected = oracle.attended_token_pairs(tokens, budget, block_size)
+    assert attended_token_pairs(tokens, budget, block_size) == expected
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -174,9 +149,9 @@ def test_flops_of_a_small_model_counted_matrix_by_matrix(gated: bool) -> None:
                 *((24, 40), (40, 24), *([(24, 40)] if gated else [])),
             ):
                 forward += 2 * length * rows * columns
-            for _head in range(6):
-                # Scores, and the sum of values weighted by them.
-                forward += 2 * (2 * 5 * naive_pairs(length, int(budget), block_size))
+            # Scores of six heads, and the sum of values weighted by them.
+            pairs = oracle.attended_token_pairs(length, int(budget), block_size)
+            forward += 6 * 2 * (2 * 5 * pairs)
     forward += sum(2 * length * 24 * 77 for length in lengths)
     counted = training_flops(
         shape, layers=2, lengths_tokens_S=lengths, budgets_LS=budgets_LS, block_size=block_size
@@ -215,5 +190,5 @@ def test_growth_is_that_of_the_counted_pairs(tokens: int, block_size: int, data)
 def test_the_router_scores_what_selects() -> None:
     sizes = {name: work_model_named(name).scores_per_visible_pair(8, 2, 64) for name in BUILT_IN}
     # 16 probes of a block with 8 heads and 64 keys.
-    probed = dict.fromkeys(("vertical-slash", "vertical-slash-last-queries"), 8192)
-    assert sizes == probed | {"previous-block": 2, "token-kv-head": 128, "token-query-head": 512}
+    by_token = {"token-kv-head": 128, "token-query-head": 512}
+    assert sizes == {"vertical-slash": 8192, "previous-block": 2, **by_token}

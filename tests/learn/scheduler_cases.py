@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real samples and schedulers over them; ``index`` is a fixture."""
 
-import itertools
 from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Any
@@ -33,11 +32,11 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
 
 def make_scheduler(
     index: Any,
+    worker: Executor | None = None,
     *,
     job: Job = JOB,
     batch_sizes: int | tuple[tuple[int, int], ...] = GLOBAL_BATCH,
     max_blocks: int = LONGEST_TOKENS // BLOCK_TOKENS,
-    worker: Executor | None = None,
     clock: Callable[[], float] = lambda: 0.0,
     **choices: Any,
 ) -> Scheduler:
@@ -53,20 +52,3 @@ def make_scheduler(
         clock=clock,
     )
     return Scheduler(planner, job=job, index=index, batch_sizes=sizes, worker=worker)
-
-
-def scheduler(
-    index: SampleIndex,
-    worker: Executor | None,
-    global_batch_size: int = GLOBAL_BATCH,
-    **choices: Any,
-) -> Scheduler:
-    """One whose clock ticks once a reading."""
-    ticks = itertools.count()
-    return make_scheduler(
-        index,
-        batch_sizes=global_batch_size,
-        worker=worker,
-        clock=lambda: float(next(ticks)),
-        **choices,
-    )

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from cost.cost_cases import Times
 from hypothesis import given
 from hypothesis import strategies as st
 from step_cases import (
@@ -25,10 +24,9 @@ from step_cases import (
 
 from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.learn.measurement import PASSES, StepFigures, lockstep_waiting
-from sparsebalance_megatron.learn.step_planner import Calibration, DeviceSlowness
 from sparsebalance_megatron.plan.pipeline.operation_times import rank_busy_ms
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.run.sinks import StepSinks, step_scalars, write_scalars
+from sparsebalance_megatron.run.sinks import step_scalars, write_scalars
 
 SHAPE_RPVM = (4, 2, 1, 6)
 
@@ -97,32 +95,6 @@ def test_whoever_comes_last_to_a_collective_waits_for_nobody(seed: int, members:
     unknown = np.isnan(lockstep_waiting(inside_RPVMYXZ, members))
     assert unknown[0, :members, 0, 0, 0].all()
     assert unknown.sum() == members
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.6])
-def test_a_slow_device_of_a_lockstep_group_is_found_by_own_times(factor: float) -> None:
-    """All ranks are one group, and every operation takes them as long as its slowest member."""
-    generator = np.random.default_rng(5)
-    slowness, calibration = DeviceSlowness(*SHAPE_RPVM[:2]), Calibration(*SHAPE_RPVM[1:3])
-    slowness_RP = np.ones(SHAPE_RPVM[:2])
-    slowness_RP[2, 1] = factor
-    for _ in range(20):
-        work_2RPVM = generator.uniform(1.0, 50.0, (2, *SHAPE_RPVM))
-        own_2RPVM = 1.3 * work_2RPVM * slowness_RP[..., None, None]
-        own_2RPVM *= np.exp(0.02 * generator.standard_normal(work_2RPVM.shape))
-        passed_2RPVM = np.broadcast_to(own_2RPVM.max(axis=1, keepdims=True), own_2RPVM.shape)
-        measured = step_measurement(passed_2RPVM)
-        measured = replace(measured, waiting_2RPVM=passed_2RPVM - own_2RPVM)
-        scales = replace(calibration.snapshot(), slowness_RP=slowness.snapshot())
-        planned = Times(work_2RPVM * scales.factors_2RPV[..., None], scales)
-        slowness.update(planned, measured)
-        calibration.update(planned, measured)
-    found_RP = slowness.snapshot()
-    assert found_RP[2, 1] == pytest.approx(factor, rel=0.05)
-    unknown = replace(measured, waiting_2RPVM=np.full_like(passed_2RPVM, np.nan))
-    slowness.update(planned, unknown)
-    assert (slowness.snapshot() == found_RP).all(), "unmeasured waiting teaches nothing"
-    assert calibration.snapshot().scales_2PV == pytest.approx(1.3, rel=0.1)
 
 
 def scalars(planned: Any, measured: Any) -> dict[str, float]:
@@ -240,11 +212,3 @@ def test_wandb_gets_what_was_measured_of_a_step_at_once() -> None:
         "tokens-per-second",
         "tflops-per-rank-executed",
     }
-
-
-def test_ranks_that_ran_different_plans_show_whatever_the_interval() -> None:
-    wandb = Mock()
-    sinks = StepSinks.__new__(StepSinks)
-    sinks._writers = (None, wandb, 5)
-    sinks.write_mismatches(7, 2)
-    wandb.log.assert_called_once_with({"sparse-balance/digest-mismatches": 2}, 7)

@@ -2,15 +2,17 @@
 """Plans follow what was known when they were made, on demand, ahead and after a resume; evaluation
 is placed as training is; batches may grow."""
 
+import itertools
 import json
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from learn.scheduler_cases import GLOBAL_BATCH, JOB, make_scheduler, scheduler
+from learn.scheduler_cases import GLOBAL_BATCH, JOB, make_scheduler
 from learn.scheduler_cases import index as index  # a fixture
 from plan.plan_cases import job_shape, random_lengths
 from step_cases import step_measurement
@@ -40,16 +42,16 @@ class LateExecutor(Executor):
         return Late()
 
 
-def measurement(schedule: Scheduler, rise: int, step: int | None = None) -> StepMeasurement:
-    """Measurement of step ``rise`` or another; ``rise`` raises curves; stage 1 is twice as slow."""
-    expectation = schedule.planned(rise if step is None else step).plan.expectation
+def measurement(schedule: Scheduler, step: int) -> StepMeasurement:
+    """Each step raises the curves; stage 1 is twice as slow as predicted."""
+    expectation = schedule.planned(step).plan.expectation
     slow_P11 = np.array([1.0, 2.0])[:, None, None]
-    grid = np.asarray(schedule.coverage.grid, dtype=np.float64)
-    curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (rise + 1))
+    grid = np.asarray(schedule.planner.coverage.grid, dtype=np.float64)
+    curve_K = np.minimum(grid / grid[-1], 1.0) ** (0.6 / (step + 1))
     return step_measurement(
         expectation.times_2RPVM * slow_P11,
-        sums_LUK=np.broadcast_to(curve_K, schedule.coverage.mean_LUK.shape),
-        counts_LU=np.ones(schedule.coverage.observed_LU.shape),
+        sums_LUK=np.broadcast_to(curve_K, schedule.planner.coverage.mean_LUK.shape),
+        counts_LU=np.ones(schedule.planner.coverage.observed_LU.shape),
         executed_L=np.ones(schedule.job.layers),
         base_sum=1.0,
     )
@@ -73,13 +75,13 @@ def worker() -> Any:
 def test_a_plan_made_ahead_knows_what_was_known_a_step_earlier(
     index: SampleIndex, worker: Executor
 ) -> None:
-    ahead = scheduler(index, worker)
+    ahead = make_scheduler(index, worker)
     known = [ahead.state_dict(), ahead.state_dict()]
     plans = []
     for step in range(STEPS):
         plans.append(ahead.planned(step).plan.digest())
         ahead.plan_following(step)
-        on_demand = scheduler(index, None)
+        on_demand = make_scheduler(index)
         on_demand.load_state_dict(known[step])
         assert on_demand.planned(step).plan.digest() == plans[step]
         ahead.finish_step(step, measurement(ahead, step))
@@ -91,33 +93,27 @@ def test_ranks_with_fast_and_slow_planners_agree(
     index: SampleIndex, worker: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of them is never asked for a plan early."""
-    digests = run(scheduler(index, worker), range(STEPS))
-    assert run(scheduler(index, LateExecutor()), range(STEPS)) == digests
+    digests = run(make_scheduler(index, worker), range(STEPS))
+    assert run(make_scheduler(index, LateExecutor()), range(STEPS)) == digests
     monkeypatch.setattr(Scheduler, "plan_following", lambda schedule, step: None)
-    assert run(scheduler(index, worker), range(STEPS)) == digests
+    assert run(make_scheduler(index, worker), range(STEPS)) == digests
 
 
 def test_the_following_step_is_planned_once_and_not_before_it_is_asked_for(
     index: SampleIndex,
 ) -> None:
-    class Counting(LateExecutor):
-        submitted = 0
-
-        def submit(self, *arguments: Any, **keywords: Any) -> Future:
-            Counting.submitted += 1
-            return super().submit(*arguments, **keywords)
-
-    schedule = scheduler(index, Counting())
+    worker = Mock(wraps=LateExecutor())
+    schedule = make_scheduler(index, worker)
     schedule.plan_following(0)
     schedule.planned(0)
-    assert Counting.submitted == 0
+    worker.submit.assert_not_called()
     schedule.plan_following(0)
     schedule.plan_following(0)
-    assert Counting.submitted == 1
+    worker.submit.assert_called_once()
 
 
 def test_the_step_that_runs_and_the_next_are_kept(index: SampleIndex, worker: Executor) -> None:
-    schedule = scheduler(index, worker)
+    schedule = make_scheduler(index, worker)
     run(schedule, range(STEPS))
     assert sorted(schedule._planned) == [STEPS - 2, STEPS - 1]
     assert schedule.planned(STEPS - 1).micro_batches == JOB.micro_batches
@@ -129,7 +125,7 @@ def test_a_restored_scheduler_goes_on_as_if_never_stopped(
     index: SampleIndex, worker: Executor, planned_ahead: bool
 ) -> None:
     def make() -> Scheduler:
-        return scheduler(index, worker if planned_ahead else None)
+        return make_scheduler(index, worker if planned_ahead else None)
 
     whole = run(make(), range(STEPS))
     for stop in range(1, STEPS):
@@ -142,7 +138,7 @@ def test_a_restored_scheduler_goes_on_as_if_never_stopped(
 def test_state_of_planning_ahead_loads_on_demand_and_back(
     index: SampleIndex, worker: Executor
 ) -> None:
-    ahead, on_demand = scheduler(index, worker), scheduler(index, None)
+    ahead, on_demand = make_scheduler(index, worker), make_scheduler(index)
     run(ahead, range(3))
     on_demand.load_state_dict(ahead.state_dict())
     assert on_demand.state_dict()["next_plan"] is None
@@ -152,21 +148,17 @@ def test_state_of_planning_ahead_loads_on_demand_and_back(
     assert ahead.planned(3).plan.digest() == on_demand.planned(3).plan.digest()
 
 
-def test_waiting_and_planning_are_told_apart(index: SampleIndex, worker: Executor) -> None:
+def test_waiting_and_planning_are_told_apart(index: SampleIndex) -> None:
     """The clock ticks once a reading: a plan takes 1 s, waiting for a finished one 1 s too."""
-    on_demand = scheduler(index, None).planned(0)
+    on_demand = make_scheduler(index, clock=itertools.count().__next__).planned(0)
     assert on_demand.plan_ms == 1000.0
     assert on_demand.wait_ms == 3000.0
 
 
 def test_errors_of_planning_ahead_reach_the_step_that_needs_the_plan(index: SampleIndex) -> None:
-    class Failing(Executor):
-        def submit(self, function: Any, /, *arguments: Any, **keywords: Any) -> Future:
-            future: Future = Future()
-            future.set_exception(PlanError(f"step {arguments[0]} has no plan"))
-            return future
-
-    schedule = scheduler(index, Failing())
+    future: Future = Future()
+    future.set_exception(PlanError("step 1 has no plan"))
+    schedule = make_scheduler(index, Mock(**{"submit.return_value": future}))
     schedule.planned(0)
     schedule.plan_following(0)
     with pytest.raises(PlanError, match="step 1 has no plan"):

@@ -2,20 +2,23 @@
 """Block pairs counted one token pair at a time, and predictions summed one term at a time."""
 
 
-def attended_block_pairs(tokens: int, budget_blocks: float, block_size: int) -> float:
-    """Token pairs between a query and the KV blocks it may read, in units of whole blocks.
-
-    A query may read ``budget_blocks`` blocks: its own, as long as it is, and whole earlier ones.
-    """
-    token_pairs = 0
+def attended_token_pairs(
+    tokens: int, budget_blocks: float, block_size: int, *, causal: bool = True
+) -> int:
+    """Pairs of a query and a key that it may read, of ``budget_blocks`` blocks: its own, up to the
+    query or as long as it is, and whole earlier ones."""
+    pairs = 0
     for query in range(tokens):
         own_block = query // block_size
-        own_tokens = sum(1 for token in range(tokens) if token // block_size == own_block)
-        earlier_blocks = 0
-        while earlier_blocks < own_block and earlier_blocks + 1 < budget_blocks:
-            earlier_blocks += 1
-        token_pairs += earlier_blocks * block_size + own_tokens
-    return token_pairs / block_size**2
+        last_read = query if causal else min(tokens, (own_block + 1) * block_size) - 1
+        pairs += last_read + 1 - own_block * block_size
+        pairs += int(min(budget_blocks - 1, own_block)) * block_size
+    return pairs
+
+
+def attended_block_pairs(tokens: int, budget_blocks: float, block_size: int) -> float:
+    """Token pairs of whole blocks that a kernel computes, in units of pairs of blocks."""
+    return attended_token_pairs(tokens, budget_blocks, block_size, causal=False) / block_size**2
 
 
 def micro_batch_ms(

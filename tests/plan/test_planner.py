@@ -119,7 +119,7 @@ def test_expectation_is_what_a_naive_simulation_finds(shape, seed, group_size):
 def test_times_contain_how_slow_a_device_is_and_work_does_not(shape, seed, tuning):
     given_ = arguments(shape, seed, uneven=True, tuning=tuning)
     plan = planned(**given_)
-    nominal = dict(given_, scales=replace(given_["scales"], slowness_RP=None))
+    nominal = dict(given_, scales=StageScales.of(given_["scales"].scales_2PV))
     lengths = given_["lengths_tokens"]
     dense_LS = given_["plan_settings"].dense_LS(given_["job"].layers, lengths)
     costs = step_costs(lengths, given_["job"], given_["cost"], nominal["scales"], dense_LS)

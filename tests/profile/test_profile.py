@@ -181,15 +181,14 @@ def test_the_plan_times_every_part_on_rows_short_to_long(
     rows = [cell.lengths_tokens for cell in cells]
     assert rows == sorted(rows, key=sum)
     assert all(min(row) >= 1 and sum(row) <= longest_tokens for row in rows)
-    everything = [
-        cell for cell in cells if {*cell.parts, Part.DENSE_ATTENTION} == {*OF_EVERY_MODEL}
-    ]
-    assert {cell.lengths_tokens for cell in everything} == set(rows)
-    assert len(everything) == len(set(rows))
-    dense = [cell for cell in cells if cell.parts == (Part.DENSE_ATTENTION,)]
-    assert len(dense) == len({cell.lengths_tokens for cell in dense}) > 0
-    sparse = [cell for cell in cells if cell not in dense]
-    assert len({(cell.lengths_tokens, cell.budget_blocks) for cell in sparse}) == len(sparse)
+    assert len(set(cells)) == len(cells)
+    for part in OF_EVERY_MODEL:
+        timed = [cell.lengths_tokens for cell in cells if cell.part is part]
+        if part is Part.DENSE_ATTENTION:
+            assert len(timed) == len(set(timed)) > 0
+        else:
+            assert set(timed) == set(rows)
+            assert part is Part.ATTENTION or len(timed) == len(set(timed))
     if longest_tokens >= 8192:
         assert any(len(row) > 1 for row in rows)
         assert len({cell.budget_blocks for cell in cells}) >= 4
@@ -208,21 +207,16 @@ class _ScriptedClock:
         return next(self._spans_ms)
 
 
-def _thoroughness(**changes: float) -> Thoroughness:
-    return replace(QUICK, warm_up=1, least_repeats=3, most_repeats=5, **changes)
-
-
 def test_medians_and_spreads_leave_the_warm_up_out() -> None:
     ran = []
     timed = Timed(
         forward=lambda: ran.append("forward") or "output",
         backward=lambda output: ran.append(f"backward of {output}"),
     )
-    cell = Cell(parts=(Part.ATTENTION,), lengths_tokens=(7, 9), budget_blocks=2)
+    cell = Cell(Part.ATTENTION, (7, 9), 2)
     clock = _ScriptedClock([1000, 2000, 1, 10, 2, 20, 6, 60])
-    forward, backward = measure(
-        Part.ATTENTION, timed, cell, _thoroughness(seconds_per_cell=0.0), clock
-    )
+    at_once = replace(QUICK, warm_up=1, least_repeats=3, most_repeats=5, seconds_per_cell=0.0)
+    forward, backward = measure(timed, cell, at_once, clock)
     assert ran == ["forward", "backward of output"] * 4
     assert (forward.direction, backward.direction) == (Direction.FORWARD, Direction.BACKWARD)
     assert (forward.ms_median, forward.ms_spread, forward.repeats) == (2.0, 1.0, 3)
@@ -230,7 +224,6 @@ def test_medians_and_spreads_leave_the_warm_up_out() -> None:
     assert (forward.lengths_tokens, forward.budget_blocks) == ((7, 9), 2)
     # A part without gradient has no backward and no budget.
     timed = Timed(forward=lambda: None, backward=None)
-    cell = Cell(parts=(Part.ROUTER,), lengths_tokens=(7,), budget_blocks=2)
-    clock = _ScriptedClock([1.0] * 6)
-    (row,) = measure(Part.ROUTER, timed, cell, _thoroughness(seconds_per_cell=10.0), clock)
+    clock, slowly = _ScriptedClock([1.0] * 6), replace(at_once, seconds_per_cell=10.0)
+    (row,) = measure(timed, Cell(Part.ROUTER, (7,), 2), slowly, clock)
     assert (row.direction, row.budget_blocks, row.repeats) == (Direction.FORWARD, None, 5)

@@ -16,6 +16,7 @@ from sparsebalance_megatron.megatron import cpu
 
 cpu.install()
 
+from sparsebalance_megatron.cost.model import StageScales  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
 from sparsebalance_megatron.megatron import settings  # noqa: E402
 from sparsebalance_megatron.plan.planner import plan_step  # noqa: E402
@@ -37,7 +38,7 @@ def plan_with_drawn_cp_sizes(step: int, inputs: PlanInputs) -> StepPlan:
         max_tokens_per_micro_batch=plan_settings.max_tokens_per_micro_batch * group,
         max_cp_size=1,
     )
-    scales = replace(inputs.scales, slowness_RP=None)
+    scales = StageScales.of(inputs.scales.scales_2PV, cut_ratio=inputs.scales.cut_ratio)
     plan = plan_step(step, replace(inputs, job=narrow, plan_settings=roomy, scales=scales))
     generator = np.random.default_rng(step)
     micro_batches = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from learn.scheduler_cases import BLOCK_TOKENS, scheduler
+from learn.scheduler_cases import BLOCK_TOKENS, make_scheduler
 from learn.scheduler_cases import index as index  # a fixture
 
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
@@ -71,7 +71,7 @@ def iterator_of(
 def test_every_row_is_that_of_its_micro_batch(
     index: SampleIndex, planner: Executor, ahead: bool
 ) -> None:
-    schedule = scheduler(index, planner if ahead else None)
+    schedule = make_scheduler(index, planner if ahead else None)
     with ThreadPoolExecutor(1) as worker:
         micro_batches = iterator_of(schedule, index, worker)
         for step in range(4):
@@ -91,7 +91,7 @@ def test_every_row_is_that_of_its_micro_batch(
 def test_the_next_steps_samples_are_read_before_they_are_asked_for(
     index: SampleIndex, planner: Executor
 ) -> None:
-    schedule, worker = scheduler(index, planner), CountingExecutor()
+    schedule, worker = make_scheduler(index, planner), CountingExecutor()
     micro_batches = len(schedule.planned(0).plan.for_rank(1).micro_batches)
     next(iterator_of(schedule, index, worker))
     assert worker.submitted == micro_batches
@@ -101,7 +101,7 @@ def test_the_next_steps_samples_are_read_before_they_are_asked_for(
 
 
 def test_samples_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> None:
-    schedule, worker = scheduler(index, None), CountingExecutor()
+    schedule, worker = make_scheduler(index), CountingExecutor()
     reader = iterator_of(schedule, index, worker)
     for step in range(5):
         reader.read_ahead(schedule.planned(step))
@@ -112,7 +112,7 @@ def test_samples_are_read_once_and_kept_for_two_steps(index: SampleIndex) -> Non
 
 
 def test_a_row_asked_for_again_is_read_again(index: SampleIndex) -> None:
-    schedule = scheduler(index, None)
+    schedule = make_scheduler(index)
     planned = schedule.planned(0)
     reader = iterator_of(schedule, index, CountingExecutor())
     reader.read_ahead(planned)
@@ -124,7 +124,7 @@ def test_a_row_asked_for_again_is_read_again(index: SampleIndex) -> None:
 def test_what_reading_raises_is_raised_where_the_row_is_needed(
     index: SampleIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schedule = scheduler(index, None)
+    schedule = make_scheduler(index)
     planned = schedule.planned(0)
     with ThreadPoolExecutor(1) as worker:
         reader = iterator_of(schedule, index, worker)
@@ -135,7 +135,7 @@ def test_what_reading_raises_is_raised_where_the_row_is_needed(
 
 
 def test_a_chunk_that_reads_no_tokens_gets_none(index: SampleIndex) -> None:
-    assert next(iterator_of(scheduler(index, None), None, CountingExecutor())).inputs is None
+    assert next(iterator_of(make_scheduler(index), None, CountingExecutor())).inputs is None
 
 
 BLOCK_TOKENS = 4

@@ -31,8 +31,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.data.samples import SampleIndex
+from sparsebalance_megatron.learn.calibration import Calibration
 from sparsebalance_megatron.learn.scheduler import Scheduler
-from sparsebalance_megatron.learn.step_planner import Calibration, StateError
+from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.training_arguments import trained_first_blocks

@@ -18,7 +18,7 @@ from harness import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparsebalance_megatron.learn.measurement import DIRECTIONS
+from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.log.reader import read_run_log
 
 pytestmark = pytest.mark.distributed
@@ -68,7 +68,7 @@ def test_rank_log_says_what_the_step_log_sums_up(directory: Path, rank: int) -> 
         assert all(np.shape(entry["budgets_LS"]) == (2, 1) for entry in entries)
         assert all(0.0 < entry["coverage"][0] <= 1.0 for entry in entries)
         assert mine["schedule_ms"] == step["measured"]["schedule_ms"][0][rank]
-        for direction, ms_RPVM in zip(DIRECTIONS, measured_ms(step), strict=True):
+        for direction, ms_RPVM in zip(Direction, measured_ms(step), strict=True):
             known = ms_RPVM[0, rank]
             spans = [span for span in mine["spans"] if span[0] == direction]
             assert len(spans) == known.size - np.isnan(known).sum()
