@@ -41,7 +41,7 @@ IMPORT_RULES = {
         "data megatron.datasets",
     ),
     "convert/megatron_": ("msgspec torch", "convert evaluate.settings megatron"),
-    "convert": ("huggingface_hub msgspec safetensors torch", "convert"),
+    "convert": ("huggingface_hub msgspec safetensors torch tqdm", "convert"),
     "predict": ("msgspec numpy", "cost learn plan predict"),
     "view/report": ("jinja2 matplotlib numpy scipy", "cost learn log plan view.report"),
     "view": ("numpy", "cost predict view.report.numbers"),
@@ -51,7 +51,8 @@ IMPORT_RULES = {
     ),
     "cli": (
         "numpy safetensors scipy torch tqdm",
-        "attention cli convert cost data learn log megatron plan predict profile run view",
+        """attention cli convert cost data evaluate.settings learn log megatron plan predict
+        profile run view""",
     ),
     "pretrain_gpt.py": ("", "cli.dry_run integration megatron run"),
     "integration.py": ("torch", "cost learn megatron plan run"),
