@@ -69,6 +69,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/step_problem": (CP_SIZES, SEGMENTS, "tests/plan/test_lockstep_plans.py"),
     "plan/arrangement": (CP_SIZES,),
     "plan/bounds": (CP_SIZES, SEGMENTS),
+    "plan/lockstep": ("tests/plan/test_lockstep_plans.py",),
     "plan/candidates": (CP_SIZES, "tests/plan/test_lockstep_plans.py"),
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
     "plan/groups": (CP_SIZES,),
