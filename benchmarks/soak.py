@@ -9,7 +9,7 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))  # forked_ranks.py
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))  # forked_ranks.py
 
 from soak.command import main
 

@@ -2,7 +2,6 @@
 """Rules for all tests: reproducible examples, poisoned memory, no test on missing hardware."""
 
 from argparse import ArgumentParser
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -95,26 +94,16 @@ def megatron_parser() -> ArgumentParser:
 
 
 @pytest.fixture
-def torch_without_cpu_adapter() -> Iterator[None]:
-    """Commands that install the CPU adapter in the tests' own process leave torch and Megatron as
-    they were: the adapter serves whole processes and cannot be removed."""
-    import megatron.core.datasets.utils as dataset_utils
-    import megatron.core.distributed.torch_fully_sharded_data_parallel as sharded
-    import megatron.core.tensor_parallel.random as megatron_random
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+def torch_without_cpu_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands of a test install of the CPU adapter what answers for ``torch.cuda``, until it ends:
+    the adapter serves whole processes and cannot be removed."""
     import torch
-    from torch import _dynamo, overrides
 
     from sparsebalance_megatron.megatron import cpu
 
-    changed = (torch.cuda, torch.cuda.nvtx, torch.accelerator)
-    changed += (dataset_utils, sharded, megatron_random, token_dispatcher)
-    before = [dict(vars(module)) for module in changed]
-    disabled, mode = _dynamo.config.disable, overrides._get_current_function_mode()
-    yield
-    for module, names in zip(changed, before, strict=True):
-        vars(module).update(names)
-    vars(torch.cuda).pop(cpu._INSTALLED, None)
-    _dynamo.config.disable = disabled
-    while overrides._get_current_function_mode() is not mode:
-        overrides._get_current_function_mode().__exit__(None, None, None)
+    def install() -> None:
+        for name, (replacement, _) in cpu._cuda_replacements().items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+        monkeypatch.setattr(torch.cuda, cpu._INSTALLED, True, raising=False)
+
+    monkeypatch.setattr(cpu, "install", install)

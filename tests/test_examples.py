@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from data.tokenizers_of_tests import train_tokenizer
+from data.test_conversations import CHATML
+from data.tokenizers_of_tests import save_tokenizer
 from forked_ranks import run_alone
 from harness import TIMEOUT_S
 from recorded_programs import record, recorded, run_bash
@@ -43,10 +44,6 @@ MODELS = {
 }
 """Sizes as published on huggingface.co."""
 CLUSTER = ("cluster_7b_sft.sh", "cluster_8b_128k.sh", "cluster_qwen3_30b_a3b_sft.sh")
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 pytestmark = pytest.mark.distributed
 type FlagValues = tuple[str, ...]
 
@@ -148,13 +145,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         documents.append(json.dumps({"text": f"document {number} " * (1 + number * 7 % 30)}))
     (directory / "conversations.jsonl").write_text("\n".join(conversations))
     (directory / "documents.jsonl").write_text("\n".join(documents * 5))
-    texts = (json.loads(document)["text"] for document in documents)
-    tokenizer = train_tokenizer(texts, 300, directory / "small_tokenizer")
-    words = ("--input", str(directory / "documents.jsonl"), "--tokenizer", tokenizer)
+    tokenizer = directory / "small_tokenizer"
+    save_tokenizer(tokenizer, chat_template=CHATML)
+    words = ("--input", str(directory / "documents.jsonl"), "--tokenizer", str(tokenizer))
     assert cli.main(["prepare-data", *words, "--output-prefix", str(directory / "small")]) == 0
-    settings_path = directory / "small_tokenizer" / "tokenizer_config.json"
-    settings = json.loads(settings_path.read_text()) | {"chat_template": CHAT_TEMPLATE}
-    settings_path.write_text(json.dumps(settings))
     return directory
 
 

@@ -4,6 +4,7 @@
 from argparse import ArgumentParser, Namespace
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
 from sparsebalance_megatron import integration
 
@@ -30,12 +31,7 @@ def test_with_the_flag_defaults_change_and_mistakes_end_in_one_line(
     flags = ["--sparse-balance", "--data-path", "prefix", "--lr", "1e-5"]
     flags += ["--train-iters", "10", "--eval-interval", "1000", "--seq-length", "256"]
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", *flags])
-    parser = ArgumentParser()
-    parser.add_argument("--dataloader-type", default=None)
-    parser.add_argument("--data-path", nargs="*")
-    parser.add_argument("--lr", type=float)
-    for name in ("--train-iters", "--eval-interval", "--seq-length"):
-        parser.add_argument(name, type=int)
+    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
     args = integration.arguments_provider()(parser).parse_args(flags)
     assert args.dataloader_type == "external"
     assert integration.is_enabled(args)

@@ -210,15 +210,16 @@ def test_the_site_builds_without_torch_and_without_a_warning(tmp_path: Path) -> 
     assert "sparsebalance_megatron.integration" in page
 
 
-def test_extending_names_only_what_exists() -> None:
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/EXTENDING.md", "docs/HOW_IT_WORKS.md"])
+def test_pages_name_only_what_exists(page: str) -> None:
     """Every name and file in backticks is in the package, its examples or its tests."""
-    text = without_blocks((ROOT / "docs/EXTENDING.md").read_text("utf-8"))
+    text = without_blocks((ROOT / page).read_text("utf-8"))
     folders = ("sparsebalance_megatron", "examples", "tests")
     source = "\n".join(
         path.read_text("utf-8") for folder in folders for path in (ROOT / folder).rglob("*.py")
     )
     for span in re.findall(r"`([^`\n]+)`", text):
-        for name in re.findall(r"^\w+(?=\(|$)|(?<=, )\w+(?==|\()", span):
+        for name in re.findall(r"^[^\W_]\w*(?=\(|$)|(?<=, )\w+(?==|\()", span):
             assert re.search(rf"\b{name}\b", source), name
         if re.fullmatch(r"[\w/]+\.py", span):
             known = (ROOT / span, ROOT / "sparsebalance_megatron" / span)

@@ -59,12 +59,7 @@ def apply(checkout: Path, *options: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("patches")
-
-
-@pytest.fixture(scope="module")
-def unpatched(directory: Path) -> Path:
+def unpatched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The script, what it imports from beside it, and Megatron."""
     if "MEGATRON_LM_PATH" not in os.environ:
         pytest.skip(
@@ -72,8 +67,7 @@ def unpatched(directory: Path) -> Path:
             "again, changes no bit with the flag off, and trains as the plugin's own entry point "
             "is not tried"
         )
-    source, target = Path(os.environ["MEGATRON_LM_PATH"]), directory / "unpatched"
-    target.mkdir()
+    source, target = Path(os.environ["MEGATRON_LM_PATH"]), tmp_path_factory.mktemp("unpatched")
     shutil.copytree(source / "megatron", target / "megatron")
     for path in source.glob("*.py"):
         shutil.copy(path, target)
@@ -81,10 +75,10 @@ def unpatched(directory: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def patched(directory: Path, unpatched: Path) -> Path:
-    shutil.copytree(unpatched, directory / "patched")
-    apply(directory / "patched")
-    return directory / "patched"
+def patched(unpatched: Path) -> Path:
+    checkout = shutil.copytree(unpatched, unpatched.with_name("patched"))
+    apply(checkout)
+    return checkout
 
 
 @pytest.fixture
@@ -115,13 +109,13 @@ def test_off_it_trains_as_unpatched(
 
 
 def test_on_it_trains_as_the_plugins_own_entry_point(
-    unpatched: Path, patched: Path, directory: Path, run: Callable[..., TrainingRun]
+    unpatched: Path, patched: Path, tmp_path: Path, run: Callable[..., TrainingRun]
 ) -> None:
-    documents = write_documents(directory / "train", long_tailed_lengths(30, longest=250))
+    documents = write_documents(tmp_path / "train", long_tailed_lengths(30, longest=250))
     flags = (*BALANCE_FLAGS, "--data-path", str(documents))
-    on = run(patched, *flags, log_dir=directory / "on")
+    on = run(patched, *flags, log_dir=tmp_path / "on")
     entry_point = "sparsebalance_megatron.pretrain_gpt"
-    own = run(unpatched, *flags, log_dir=directory / "own", module=entry_point)
+    own = run(unpatched, *flags, log_dir=tmp_path / "own", module=entry_point)
     assert len(on.losses) == 3
     assert (on.losses, on.grad_norms) == (own.losses, own.grad_norms)
     assert_same_steps(on.steps, own.steps)

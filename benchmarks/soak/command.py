@@ -2,7 +2,7 @@
 """Two runs of the same steps, one left alone and one disturbed, and what differs.
 
 The disturbed run is cut into attempts. Each ends by SIGKILL on a random rank after a random number
-of steps (exponential, --kill-every on average), unless it fails before. In all of them ranks are
+of steps (exponential, 100 on average), unless it fails before. In all of them ranks are
 delayed at random; in some the disk is full, so that no checkpoint can be written, in some it is
 slow. Every attempt resumes from the last checkpoint. Calibration is off, so that plans do not
 depend on time, and loss, plan and coverage of every step must be those of the run left alone, bit
@@ -35,6 +35,8 @@ from soak.setup import flags, write_documents
 _DELAYS = {"delay": 0.05, "delay_s": 0.2}
 _REPORTED = ("ranks", "steps", "save_every", "kill_every", "seed")
 _MEMORY_GROWTH = 0.05
+_QUIET_S = 300.0
+"""Without a step, an attempt hangs."""
 _FULL_DISK_MEGABYTES = 3.0
 """Less than a file of the checkpoint; more than what a run logs."""
 
@@ -144,7 +146,7 @@ def _one(
         logged_step=lambda: log.last_of_attempt(begun),
         kill_at=kill_at,
         victim=victim,
-        quiet_s=options.quiet_seconds,
+        quiet_s=_QUIET_S,
     )
 
 
@@ -180,19 +182,14 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the result here, and a picture beside it")
     parser.add_argument("--quick", action="store_true", help="six steps of two ranks")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--save-every", type=int, default=20, help="steps between checkpoints")
-    parser.add_argument("--kill-every", type=int, default=100, help="steps, on average")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--quiet-seconds", type=float, default=300.0, help="without a step, an attempt hangs"
-    )
     parser.add_argument("--directory", type=Path, help="keeps both runs; default: a temporary one")
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    options.ranks = 2 if options.quick else 4
+    options.ranks, options.save_every, options.kill_every = 4, 20, 100
     if options.quick:
         # By this seed a rank is killed after step 3, then the disk is full, then it is slow.
-        options.steps, options.save_every, options.kill_every, options.seed = 6, 2, 3, 5
-    for name in ("steps", "save_every", "kill_every"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: at least 1")
+        options.ranks, options.steps, options.seed = 2, 6, 5
+        options.save_every, options.kill_every = 2, 3
+    if options.steps < 1:
+        parser.error("--steps: at least 1")
     return options

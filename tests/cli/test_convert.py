@@ -24,15 +24,16 @@ from convert.conversions import (
 from convert.tiny_models import VARIANTS, VOCABULARY, save, tiny_config, tiny_model
 from harness import FEW_ROUNDINGS
 from safetensors.torch import load_file
-from sparse_hf_models import CAUSAL
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
 from sparsebalance_megatron import evaluate
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 pytestmark = pytest.mark.distributed
 
+CAUSAL = tuple(BUILT_IN)
 PACKED_LENGTHS = (100, 7, 230, 1, 64)
 """Tokens; blocks have 16."""
 TOLERANCE = 1e-4

@@ -22,7 +22,7 @@ from typing import Any
 
 RESULT, RANKS, CAPABILITIES = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 del sys.argv[1:4]
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 os.environ |= {"RANK": "0", "WORLD_SIZE": RANKS, "LOCAL_RANK": "0"}
 
 from sparsebalance_megatron.megatron import cpu  # noqa: E402

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import numpy as np
 from attention.sequence.slices import random_owners
 from megatron.core.transformer.enums import AttnMaskType

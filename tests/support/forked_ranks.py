@@ -44,7 +44,7 @@ _IMPORTED_BEFOREHAND = (
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.tokenizers.text",
 )
-_REPOSITORY = Path(__file__).parents[1]
+_REPOSITORY = Path(__file__).parents[2]
 _PORTS = range(20_000, 32_768)
 """Below those that Linux gives to connections: one of these may take a port that was free when it
 was asked for, before the rank that is to listen there has started."""

@@ -15,7 +15,7 @@ import numpy as np
 from forked_ranks import cpu_environment as python_environment
 from forked_ranks import free_port, run_alone, run_ranks
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = REPOSITORY / "tests" / "programs"
 """What tests start."""
 CHANGED = str(PROGRAMS / "changed_entry.py")
