@@ -140,7 +140,6 @@ class Workload:
             plan_settings=self.plan_settings,
             cost=self.cost,
             coverage=self.coverage,
-            calibrate="off",
             clock=clock,
         )
 
