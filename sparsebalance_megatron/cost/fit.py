@@ -25,7 +25,12 @@ from sparsebalance_megatron.cost.table import (
     ModelShape,
     RunIdentity,
 )
-from sparsebalance_megatron.cost.work_model import FEATURES, by_feature, work_model_named
+from sparsebalance_megatron.cost.work_model import (
+    FEATURES,
+    by_feature,
+    features,
+    work_model_named,
+)
 from sparsebalance_megatron.flash_attention import will_serve
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 
@@ -183,8 +188,11 @@ def _features_per_ms(rows: Sequence[CostRow], identity: RunIdentity) -> np.ndarr
     """[rows, 5] features over measured ms: their products with coefficients are 1 where these
     predict what was measured."""
     work = work_model_named(identity.selection)
-    features = np.stack([row.features(identity.block_size, work) for row in rows])
-    return features / np.array([row.ms_median for row in rows])[:, None]
+    of_rows = [
+        features(row.lengths_tokens, row.budget_blocks or np.inf, identity.block_size, work)
+        for row in rows
+    ]
+    return np.stack(of_rows) / np.array([row.ms_median for row in rows])[:, None]
 
 
 def _fit_rows(rows: Sequence[CostRow], part: Part, identity: RunIdentity) -> tuple[float, ...]:

@@ -24,7 +24,7 @@ from sparsebalance_megatron.cost.parts import (
     Part,
     SegmentCost,
 )
-from sparsebalance_megatron.cost.work_model import WorkModel, features, work_model_named
+from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked, read_json
 
@@ -185,11 +185,6 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True, rename={"part": "kind"}
     ms_median: MeasuredMs
     ms_spread: SpreadMs
     repeats: Count
-
-    def features(self, block_size: int, work: WorkModel) -> np.ndarray:
-        """[5] feature vector of the measured micro-batch."""
-        budget = np.inf if self.budget_blocks is None else self.budget_blocks
-        return features(self.lengths_tokens, budget, block_size, work)
 
 
 class ExchangeRow(msgspec.Struct, frozen=True, kw_only=True):
