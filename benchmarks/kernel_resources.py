@@ -75,7 +75,7 @@ _POINTERS = {
     "*i64": {"own_blocks", "token_blocks", "query_starts", "query_ends", "kv_starts", "kv_ends"}
     | {"kv_firsts"},
     "*i16": {"indices"},
-    "*i32": {"counts", "queries", "item_list", "item_part", "item_slot", "entries", "bounds"}
+    "*i32": {"counts", "item_list", "item_part", "item_slot", "entries", "bounds"}
     | {"columns", "column_counts"},
     "*fp32": {"lse", "statistics", "parts", "delta", "rows", "peaks", "totals"},
     "element": {"q", "k", "v", "out", "dout", "dq", "dk", "dv"},

@@ -27,9 +27,7 @@ import atexit
 import functools
 import json
 import os
-import platform
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,7 +41,9 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from forked_ranks import cpu_environment, free_port, run_alone, run_ranks
+from end_to_end import launch
+from end_to_end.command import machine
+from forked_ranks import cpu_environment, run_ranks
 
 REPOSITORY = Path(__file__).parents[1]
 QUICKSTART = REPOSITORY / "scripts" / "quickstart.sh"
@@ -69,7 +69,7 @@ def main() -> None:
         warm_up = 1 if arguments.quick else WARM_UP_STEPS
         steps = warm_up + (2 if arguments.quick else arguments.steps)
         train_under_instruments(directory, arguments.data, steps, quick=arguments.quick)
-        result = {"machine": machine(), "ranks": RANKS, **summary(directory, warm_up)}
+        result = {"machine": machine("cpu"), "ranks": RANKS, **summary(directory, warm_up)}
     text = json.dumps(result, indent=1)
     print(text)
     if arguments.json is not None:
@@ -81,35 +81,22 @@ def train_under_instruments(directory: Path, data: Path | None, steps: int, *, q
     """Train under :class:`Instruments`, with data and cost table made as the quickstart does."""
     if data is None:
         data = directory / "data"
-        prepare(data, quick=quick)
+        if quick:
+            write_few_documents(Path(f"{data}.jsonl"))
+        launch.prepared_data(data)
     flags = [
         *(flag for name in ("MODEL", "TRAINING", "DATA") for flag in quickstart_flags(name, data)),
         *quickstart_flags("SPARSE_BALANCE", data),
         *("--train-iters", str(steps)),
         *(QUICK_FLAGS if quick else ()),
     ]
-    table = directory / "costs.json"
-    tool("profile", "-o", str(table), "--quick", "--", *flags, folder=directory)
+    table = launch.profile(flags, directory / "costs.json", device="cpu", quick=True)
     train(
         RANKS,
         *(__file__, "worker", str(directory), *flags),
         *("--sparse-balance-cost-table", str(table), "--sparse-balance-log-dir", str(directory)),
         *("--tensorboard-dir", str(directory / "tensorboard")),
     )
-
-
-def tool(*arguments: str, folder: Path) -> None:
-    """The ``sparse-balance`` command in a folder; its output only if it fails."""
-    done = run_alone(
-        ("-m", "sparsebalance_megatron.cli", *arguments),
-        environment=cpu_environment(),
-        folder=folder,
-        timeout_s=LIMIT_S,
-    )
-    if done.returncode:
-        sys.exit(
-            f"sparse-balance {arguments[0]} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
-        )
 
 
 def train(ranks: int, *program: str) -> None:
@@ -119,7 +106,6 @@ def train(ranks: int, *program: str) -> None:
             ranks,
             program,
             environment=cpu_environment(),
-            master_port=free_port(),
             output=Path(output.name),
             timeout_s=LIMIT_S,
         )
@@ -128,37 +114,11 @@ def train(ranks: int, *program: str) -> None:
             sys.exit(f"training failed, exit code {code}:\n{printed[-6000:]}")
 
 
-def machine() -> dict[str, Any]:
-    import torch
-
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_at_end": os.getloadavg()[0],
-    }
-
-
-def prepare(data: Path, *, quick: bool) -> None:
-    """Documents as the quickstart's; in short, of the lines of this file."""
-    source = data.with_suffix(".jsonl")
-    if quick:
-        lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-        texts = ["\n".join(lines[start : start + 8]) for start in range(0, len(lines) - 8, 4)]
-        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
-    else:
-        program = REPOSITORY / "examples" / "stdlib_documents.py"
-        subprocess.run([sys.executable, str(program), str(source)], check=True)
-    trainer = REPOSITORY / "examples" / "train_tokenizer.py"
-    words = ("--input", str(source), "--vocab-size", "512" if quick else "2048")
-    tokenizer = f"{data}_tokenizer"
-    subprocess.run([sys.executable, str(trainer), *words, "--output", tokenizer], check=True)
-    tool(
-        *("prepare-data", "--input", str(source), "--tokenizer", tokenizer),
-        *("--output-prefix", str(data)),
-        folder=data.parent,
-    )
+def write_few_documents(path: Path) -> None:
+    """JSON lines of the lines of this file."""
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    texts = ["\n".join(lines[start : start + 8]) for start in range(0, len(lines) - 8, 4)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), "utf-8")
 
 
 def quickstart_flags(array: str, data: Path) -> list[str]:
@@ -191,7 +151,7 @@ class Instruments:
         self._ms[part] += (time.perf_counter() - began_s) * 1e3
 
     def install(self) -> None:
-        from sparsebalance_megatron.log.files import LinesHandler
+        from sparsebalance_megatron.log.files import LogWriter
         from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention
         from sparsebalance_megatron.megatron.timing import RecordingTimers, _RecordingTimer
         from sparsebalance_megatron.run.forward_step import ForwardStep
@@ -201,7 +161,7 @@ class Instruments:
         self._wrap(ForwardStep, "__call__", self._forward_step)
         self._wrap(Run, "end_step", self._end_step)
         self._wrap(StepReducer, "_sum", self._meet_first)
-        self._wrap(LinesHandler, "emit", self._work)
+        self._wrap(LogWriter, "_write", self._work)
         for owner, name, part in (
             (Run, "add_loss", "forward_step"),
             (BudgetedCoreAttention, "observe", "observe_coverage"),

@@ -59,7 +59,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", choices=tuple(LENGTHS), help="default: each setup's")
     parser.add_argument("--steps", type=int, help="default: as RESULTS has for each setup")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--base-budget", type=int, default=SparseBalanceConfig.base_budget)
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--max-segments", type=int, default=MOST_SEGMENTS)
     parser.add_argument("--segment-tokens", type=int, default=SparseBalanceConfig.segment_tokens)
@@ -92,7 +91,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                         seed=arguments.seed,
                         config=SparseBalanceConfig(
                             selection=selection,
-                            base_budget=arguments.base_budget,
                             max_segments=most_segments,
                             segment_tokens=arguments.segment_tokens,
                         ),

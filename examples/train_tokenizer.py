@@ -16,8 +16,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from sparsebalance_megatron.data.conversations import render_plain
-from sparsebalance_megatron.data.records import BadRecords, RecordFiles
+from sparsebalance_megatron.data.records import BadRecords, Record, RecordFiles
 
 END_OF_TEXT = "<|endoftext|>"
 LEAST_TOKENS, MOST_TOKENS = 257, 1_000_000
@@ -42,6 +41,12 @@ def train(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
 
 
+def text_of(record: Record) -> str:
+    """A text, or the turns of a conversation as prepare-data writes them without a template."""
+    turns = (f"{turn['role']}: {turn['content'] or ''}\n" for turn in record.messages or ())
+    return record.text or "".join(turns)
+
+
 def main() -> None:
     parser = ArgumentParser(description="Train a byte-level BPE on documents.")
     parser.add_argument("--input", type=Path, nargs="+", required=True, help="as of prepare-data")
@@ -52,8 +57,7 @@ def main() -> None:
         parser.error(f"--vocab-size: must be {LEAST_TOKENS} to {MOST_TOKENS} tokens")
     # Records that prepare-data refuses, it names when it reads them.
     records = RecordFiles(options.input).records(BadRecords(skip=True))
-    texts = (record.text or render_plain(record.messages or (), False) for record in records)
-    train(texts, options.vocab_size, options.output)
+    train(map(text_of, records), options.vocab_size, options.output)
 
 
 if __name__ == "__main__":

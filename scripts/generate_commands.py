@@ -2,7 +2,6 @@
 """Writes docs/COMMANDS.md from the commands' own help: ``python scripts/generate_commands.py``."""
 
 import argparse
-import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,10 +28,7 @@ def page() -> str:
 
 
 def _section(name: str, line: str) -> str:
-    parser = argparse.ArgumentParser(prog=f"sparse-balance {name}")
-    module = f"sparsebalance_megatron.cli.{name.replace('-', '_')}"
-    importlib.import_module(module).add_flags(parser)
-    rows = "".join(f"| {left} | {right} |\n" for left, right in _rows(parser))
+    rows = "".join(f"| {left} | {right} |\n" for left, right in _rows(cli.parser_of(name)))
     text = f"{line[0].upper()}{line[1:]}."
     table = f"\n| Argument | Meaning |\n|---|---|\n{rows}" * bool(rows)
     return f"\n## {name}\n\n{text}\n{table}"

@@ -3,10 +3,11 @@
 
     python scripts/mutation.py --json benchmarks/results/mutation.json --minutes 10
 
-Draws changes (``mutants.py``) evenly over the files of the rooms, makes one at a time in a copy of
-the repository, and runs the tests of the changed file: ``tests/plan/test_x.py`` for ``plan/x.py``
-and those that ``TESTS`` adds. A change after which all of them pass has survived. The same command
-goes on where the last one stopped; --again runs survivors anew, after tests were added.
+Draws changes (``mutants.py``) evenly over the files of some folders, makes one at a time in a copy
+of the repository, and runs the tests of the changed file: ``tests/plan/test_x.py`` for
+``plan/x.py`` and those that ``TESTS`` adds. A change after which all of them pass has survived. The
+same command goes on where the last one stopped; --again runs survivors anew, after tests were
+added.
 
 Tests are run in processes forked from this one, which has imported the libraries that they need.
 """
@@ -71,7 +72,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "plan/lockstep": ("tests/plan/test_lockstep_plans.py",),
     "plan/candidates": (CP_SIZES, "tests/plan/test_lockstep_plans.py"),
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
-    "plan/context_groups": (CP_SIZES,),
+    "plan/groups": (CP_SIZES,),
     "plan/pipeline/": ("tests/plan/pipeline/test_simulator.py", CP_SIZES),
     "plan/segments": (
         *(SEGMENTS, "tests/plan/test_segments_lockstep.py", "tests/plan/test_segments_shared.py"),
@@ -212,8 +213,8 @@ _tests_s: dict[str, float] = {}
 
 def _begin(options: argparse.Namespace) -> dict[str, Any]:
     """What the file holds, if it is of the same draw; else a new draw."""
-    drawn = [_described(path, index) for path, index in sample(files(options.rooms), options)]
-    state: dict[str, Any] = {"seed": options.seed, "rooms": options.rooms, "tests_s": {}}
+    drawn = [_described(path, index) for path, index in sample(files(options.folders), options)]
+    state: dict[str, Any] = {"seed": options.seed, "folders": options.folders, "tests_s": {}}
     state["drawn"] = drawn
     if options.json.exists():
         known = json.loads(options.json.read_text(encoding="utf-8"))
@@ -228,11 +229,13 @@ def _key(mutant: dict[str, Any]) -> tuple[str, int, int, str]:
     return mutant["path"], mutant["index"], mutant["line"], mutant["change"]
 
 
-def files(rooms: Iterable[str]) -> list[str]:
+def files(folders: Iterable[str]) -> list[str]:
     """Files of packages, relative to the package."""
     root = REPOSITORY / PACKAGE
     found = [
-        path.relative_to(root).as_posix() for room in rooms for path in (root / room).rglob("*.py")
+        path.relative_to(root).as_posix()
+        for folder in folders
+        for path in (root / folder).rglob("*.py")
     ]
     return sorted(path for path in found if not path.startswith(LEFT_OUT))
 
@@ -399,7 +402,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, required=True, help="what was found, and goes on")
-    parser.add_argument("--rooms", nargs="+", default=["plan", "cost", "attention", "data"])
+    parser.add_argument("--folders", nargs="+", default=["plan", "cost", "attention", "data"])
     parser.add_argument("--sample", type=int, default=200, help="changes to draw")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=30.0, help="begin no change after")

@@ -15,16 +15,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, TextIO
 
 from sparsebalance_megatron.text_table import one_line
 
 _PACKAGE = "sparsebalance_megatron"
 _INTERRUPTED = 128 + signal.SIGINT
 _CLOSED_PIPE = 128 + signal.SIGPIPE
-_STANDARD_OUTPUT = "standard output"
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -35,33 +33,6 @@ class Ended(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.status = 128 + number
-
-
-class _NamedOutput:
-    """Standard output whose errors name it, as those of files name the file."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with _naming_output():
-            return self._stream.write(text)
-
-    def flush(self) -> None:
-        with _naming_output():
-            self._stream.flush()
-
-
-@contextmanager
-def _naming_output() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        error.filename = _STANDARD_OUTPUT
-        raise
 
 
 def mistake_in(error: Exception) -> str | None:
@@ -90,7 +61,7 @@ def ends_in_one_line(
         if isinstance(sys.stdout, io.TextIOWrapper):
             # A character that the terminal's encoding lacks, or a file's name that is no text.
             sys.stdout.reconfigure(errors="backslashreplace")
-        with _ending_signals(), redirect_stdout(_NamedOutput(sys.stdout)):
+        with _ending_signals():
             try:
                 return run()
             finally:
@@ -103,29 +74,30 @@ def ends_in_one_line(
     except KeyboardInterrupt:
         return _refused(program, "interrupted", _INTERRUPTED)
     except Exception as error:
+        reason = _os_error_text(error) if isinstance(error, OSError) else mistake_in(error)
         if is_mistake(error):
-            return _refused(program, str(error))
-        if isinstance(error, OSError) and (reason := _os_error_text(error)):
-            return _refused(program, reason)
-        if (mistake := mistake_in(error)) is not None:
-            return _refused(program, mistake)
-        raise
+            reason = str(error)
+        if not reason:
+            raise
+        return _refused(program, reason)
 
 
 def _os_error_text(error: OSError) -> str:
     """What cannot be used and why; nothing for what no user can mend."""
-    if error.filename is _STANDARD_OUTPUT:
-        _discard_output()
     if error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, FileNotFoundError):
         return "the working directory is gone; change into another"
-    return f"{error.strerror}; write elsewhere" if error.errno in _FULL_DISK else ""
+    if error.errno not in (*_FULL_DISK, errno.EBADF):
+        return ""
+    _discard_output()
+    return f"the output cannot be written: {error.strerror}; write elsewhere"
 
 
 def _discard_output() -> None:
     """Drop what is still buffered, which the interpreter would write again at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with suppress(io.UnsupportedOperation):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 Annotations stay evaluated here: Megatron's flag generator reads them as types.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin
 
@@ -52,38 +52,24 @@ DEFAULT_COUNTED_DEVICE: CountedDevice = "h200"
 _MOST_DIGITS = 9
 MOST_WINDOW_STEPS = 16
 
-RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "gigabytes_per_second": (
-        lambda bandwidth: 1e-3 <= bandwidth <= 1e5,
-        "must be 0.001 to 100000 GB/s",
-    ),
-    "block_size": (
-        lambda tokens: 2 <= tokens <= 2**20 and 2**20 % tokens == 0,
-        "must be a power of two, from 2 to 1048576 tokens",
-    ),
-    "base_budget": (
-        lambda blocks: 1 <= blocks <= MAX_BLOCKS,
-        f"must be at least 1 block (a query's own), at most {MAX_BLOCKS}",
-    ),
-    "first_blocks": (lambda blocks: 0 <= blocks <= 16, "must be 0 to 16 blocks"),
-    "coverage_threshold": (lambda share: 0.0 <= share < 1.0, "must lie in [0, 1)"),
-    "plan_ms": (lambda ms: 0.0 <= ms <= 10_000.0, "must be finite, from 0 to 10000 ms"),
-    "log_megabytes": (lambda size: 1 <= size <= 10**6, "must be 1 to 1000000 MB"),
-    "max_tokens_per_micro_batch": (lambda tokens: tokens >= 1, "must be at least 1 token"),
-    "max_context_parallel": (
-        lambda ranks: 1 <= ranks <= 2**20 and 2**20 % ranks == 0,
-        "must be a power of two",
-    ),
-    "window": (
-        lambda steps: steps in range(1, MOST_WINDOW_STEPS + 1),
-        f"must be 1 to {MOST_WINDOW_STEPS} steps",
-    ),
-    "window_share": (lambda share: share in (0.25, 0.5), "must be 0.25 or 0.5"),
-    "max_segments": (lambda segments: 1 <= segments <= 64, "must be 1 to 64 segments"),
-    "segment_tokens": (lambda tokens: 1 <= tokens <= 2**24, "must be 1 to 16777216 tokens"),
-    "dry_run": (lambda ranks: 0 <= ranks <= 10**6, "must be a number of ranks, at most 1000000"),
+RANGES: dict[str, tuple[float, float, str]] = {
+    "block_size": (2, 2**20, "tokens, a power of two"),
+    "base_budget": (1, MAX_BLOCKS, "blocks, a query's own included"),
+    "first_blocks": (0, 16, "blocks"),
+    "coverage_threshold": (0.0, 0.999, "of the coverage"),
+    "plan_ms": (0.0, 1e4, "ms"),
+    "log_megabytes": (1, 10**6, "MB"),
+    "max_tokens_per_micro_batch": (1, 2**40, "tokens"),
+    "max_context_parallel": (1, 2**20, "ranks, a power of two"),
+    "max_segments": (1, 64, "segments"),
+    "segment_tokens": (1, 2**24, "tokens"),
+    "window": (1, MOST_WINDOW_STEPS, "steps"),
+    "window_share": (0.25, 0.5, "of a step, one of the two"),
+    "gigabytes_per_second": (1e-3, 1e5, "GB/s"),
+    "dry_run": (0, 10**6, "ranks"),
 }
-"""Field -> a test of its number, and the rule in words. Whether it may be None, its type says."""
+"""Field -> least and largest number, and what it counts. Whether it may be None, its type says."""
+_DIVIDE_THE_LARGEST = ("block_size", "max_context_parallel", "window_share")
 
 
 @dataclass(kw_only=True)
@@ -329,11 +315,6 @@ class SparseBalanceConfig:
         return self.layer_budgets == ALL_DENSE and self.tuning == "off" and self.max_segments == 1
 
     @property
-    def heads_may_travel(self) -> bool:
-        """Whether ranks that share a document may attend to it densely, each with its heads."""
-        return not self.attends_by_lists
-
-    @property
     def model_may_attend(self) -> bool:
         """Whether the model's own attention may run for dense documents, if it takes packed
         sequences: where it is named, or no other kernel is."""
@@ -363,9 +344,11 @@ class SparseBalanceConfig:
 
 def check_range(field_name: str, value: float, given: str) -> None:
     """Check a value of a field of :class:`SparseBalanceConfig`, however it was given."""
-    allowed, rule = RANGES[field_name]
-    if not isinstance(value, int | float) or not allowed(value):
-        raise ConfigError(f"{given}: {rule}")
+    least, largest, unit = RANGES[field_name]
+    allowed = isinstance(value, int if isinstance(least, int) else int | float)
+    allowed = allowed and least <= value <= largest
+    if not allowed or (field_name in _DIVIDE_THE_LARGEST and largest % value):
+        raise ConfigError(f"{given}: must be {least} to {largest} {unit}")
 
 
 def flag_name(field_name: str) -> str:

@@ -16,7 +16,7 @@ import msgspec
 from sparsebalance_megatron.errors import ConfigError
 
 MAX_BYTES = 64 * 2**20
-"""Largest file that is read whole, unless a caller says otherwise."""
+"""Largest file that is read whole."""
 
 _SKIPPED_AT_ONCE_BYTES = 2**20
 _SHOWN_CHARACTERS = 60
@@ -32,18 +32,18 @@ class NoSuchFileError(UnreadableFileError):
     """There is no file of that name."""
 
 
-def read_json(path: Path, kind: Any = Any, max_bytes: int = MAX_BYTES) -> Any:
+def read_json(path: Path, kind: Any = Any) -> Any:
     """The value that a JSON file holds, as a ``kind``; see :func:`parse_json`."""
-    return parse_json(read_text(path, max_bytes), kind)
+    return parse_json(read_text(path), kind)
 
 
-def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+def read_text(path: Path) -> str:
     with open_regular(path) as stream:
         size = os.fstat(stream.fileno()).st_size
-        if size > max_bytes:
-            raise UnreadableFileError(f"cannot be read ({size} bytes, more than {max_bytes})")
+        if size > MAX_BYTES:
+            raise UnreadableFileError(f"cannot be read ({size} bytes, more than {MAX_BYTES})")
         try:
-            return stream.read(max_bytes).decode("utf-8")
+            return stream.read(MAX_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
             raise UnreadableFileError(f"not UTF-8 text (byte {error.start + 1})") from error
         except OSError as error:
@@ -55,13 +55,10 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         # Without this flag, opening a pipe without a writer would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise NoSuchFileError(f"cannot be read ({error.strerror})") from error
-    except OSError as error:
-        raise UnreadableFileError(f"cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        # A zero byte in the path.
-        raise UnreadableFileError(f"cannot be read ({error})") from error
+    except (OSError, ValueError) as error:
+        # A zero byte in the path is a ValueError.
+        kind = NoSuchFileError if isinstance(error, FileNotFoundError) else UnreadableFileError
+        raise kind(f"cannot be read ({getattr(error, 'strerror', error)})") from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

@@ -24,16 +24,13 @@ _BLOCKS = re.compile(r"\d{1,8}", re.ASCII)
 
 
 @lru_cache(maxsize=8)
-def parse_layer_budgets(text: str, flag: str = FLAG) -> Mapping[int, int]:
+def parse_layer_budgets(text: str) -> Mapping[int, int]:
     """Layer, from 0, or :data:`OTHERS` -> base budget in blocks, or :data:`DENSE`.
 
     >>> dict(parse_layer_budgets("16:2 8:0,3-4"))
     {2: 16, 0: 8, 3: 8, 4: 8}
     >>> dict(parse_layer_budgets("dense:all")) == {OTHERS: DENSE}
     True
-
-    Args:
-        flag: how messages name the text.
 
     Raises:
         ConfigError: a part is wrong, or a layer is named twice.
@@ -44,7 +41,7 @@ def parse_layer_budgets(text: str, flag: str = FLAG) -> Mapping[int, int]:
         blocks = DENSE if word == "dense" else int(word) if _BLOCKS.fullmatch(word) else 0
         if word != "dense" and not 1 <= blocks <= MAX_BLOCKS:
             raise ConfigError(
-                f"{flag} {part[:40]}: must begin with dense, or with 1 to {MAX_BLOCKS} blocks, and "
+                f"{FLAG} {part[:40]}: must begin with dense, or with 1 to {MAX_BLOCKS} blocks, and "
                 "a colon"
             )
         for piece in layers.split(","):
@@ -54,16 +51,16 @@ def parse_layer_budgets(text: str, flag: str = FLAG) -> Mapping[int, int]:
                 first = last = OTHERS
             if last < first:
                 raise ConfigError(
-                    f"{flag} {part[:40]}: must name layers, from 0, after the colon, such as 0-3,7 "
+                    f"{FLAG} {part[:40]}: must name layers, from 0, after the colon, such as 0-3,7 "
                     "or all"
                 )
             for layer in range(first, last + 1):
                 if layer in budgets:
                     what = "all" if layer == OTHERS else f"layer {layer}"
-                    raise ConfigError(f"{flag} {part[:40]}: {what} is named twice; once")
+                    raise ConfigError(f"{FLAG} {part[:40]}: {what} is named twice; once")
                 budgets[layer] = blocks
     if not budgets:
-        raise ConfigError(f"{flag} {text!r}: names no layers; name some, or drop the flag")
+        raise ConfigError(f"{FLAG} {text!r}: names no layers; name some, or drop the flag")
     return budgets
 
 
@@ -82,19 +79,17 @@ def layer_budgets_text(budgets: Mapping[int, int]) -> str:
 
 
 @lru_cache(maxsize=8)
-def base_budgets(
-    base_budget: int, layer_budgets: str | None, layers: int, flag: str = FLAG
-) -> tuple[int, ...]:
+def base_budgets(base_budget: int, layer_budgets: str | None, layers: int) -> tuple[int, ...]:
     """Base budget of every layer of a model, in blocks, :data:`DENSE` where a layer is dense:
     ``base_budget`` where ``layer_budgets`` does not give another.
 
     Raises:
         ConfigError: a named layer is not one of the model's.
     """
-    named = {} if layer_budgets is None else parse_layer_budgets(layer_budgets, flag)
+    named = {} if layer_budgets is None else parse_layer_budgets(layer_budgets)
     if named and max(named) >= layers:
         raise ConfigError(
-            f"{flag} {layer_budgets}: names layer {max(named)}; the model's layers are 0 to "
+            f"{FLAG} {layer_budgets}: names layer {max(named)}; the model's layers are 0 to "
             f"{layers - 1}"
         )
     others = named.get(OTHERS, base_budget)

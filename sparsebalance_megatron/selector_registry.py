@@ -33,7 +33,6 @@ class BuiltIn:
     work_model: str
     summary: str
     first_blocks: int | None = 1
-    needs_whole_documents: bool = False
 
 
 BUILT_IN: Mapping[str, BuiltIn] = {
@@ -57,13 +56,6 @@ BUILT_IN: Mapping[str, BuiltIn] = {
         work_model="cost.work_model:VERTICAL_SLASH",
         summary="columns and diagonals of keys that queries of the block before attend to",
         first_blocks=None,
-    ),
-    "vertical-slash-last-queries": BuiltIn(
-        selector="attention.select.vertical_slash:LAST_QUERIES",
-        work_model="cost.work_model:VERTICAL_SLASH",
-        summary="those that a document's last queries attend to, as in MTraining; looks ahead",
-        first_blocks=None,
-        needs_whole_documents=True,
     ),
 }
 """Value of the flag -> selection."""
@@ -96,21 +88,6 @@ def load_selector(name: str) -> Any:
     if name in BUILT_IN:
         return _of_this_package(BUILT_IN[name].selector).load()
     return SELECTORS.load(name)
-
-
-def check_whole_documents(name: str, parts: Mapping[str, int]) -> None:
-    """Refuse a selection whose probes are a document's last queries where documents are divided:
-    ``parts`` has, by flag, among how many ranks or into how many segments."""
-    flag = next((flag for flag, count in parts.items() if count > 1), None)
-    if flag is None:
-        return
-    built_in = BUILT_IN.get(name)
-    needs = built_in or SELECTORS.load(name)
-    if getattr(needs, "needs_whole_documents", False):
-        raise ConfigError(
-            f"{FLAG} {name} with {flag} {parts[flag]}: its probes are the last queries of a "
-            f"sequence, which one rank must hold in one piece; use vertical-slash, or {flag} 1"
-        )
 
 
 def _of_this_package(place: str) -> EntryPoint:

@@ -32,24 +32,15 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def is_supported(distribution: str, known: str | None) -> bool | None:
-    """Whether a version, or its release, is in its range; None where there is none."""
-    if known is None:
-        return None
-    release, (least, below) = _release(known), _bounds(distribution)
-    return least <= release and (not below or release < below)
-
-
-def _bounds(distribution: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The least release of a range, and the first above it; () where there is none."""
-    least, _, below = RANGES[distribution].partition(",")
-    return _release(least), _release(below)
+def is_within(known: str, versions: str) -> bool:
+    """Whether a version is in a range of :data:`RANGES`; a pre-release counts as its release."""
+    least, _, below = map(_release, versions.partition(","))
+    return least <= _release(known) and (not below or _release(known) < below)
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without zeros behind and what marks a pre-release."""
     numbers = re.search(r"\d+(\.\d+)*", version)
-    return tuple(map(int, re.sub(r"(\.0+)+$", "", numbers[0]).split("."))) if numbers else ()
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def find_megatron() -> tuple[Path | None, str | None, str | None]:
@@ -69,7 +60,7 @@ def find_megatron() -> tuple[Path | None, str | None, str | None]:
     # Megatron appends the commit of whatever git repository surrounds the installation.
     known = str(facts["__version__"]).partition("+")[0]
     problem = None
-    if not is_supported("megatron-core", known):
+    if not is_within(known, RANGES["megatron-core"]):
         problem = f"version {known} is outside {RANGES['megatron-core']}; install one inside"
     elif not any((each / "training" / "__init__.py").is_file() for each in folders):
         problem = "megatron.core is found but megatron.training is not; both are needed"
@@ -82,8 +73,8 @@ def check_megatron() -> None:
     if "megatron.core" in sys.modules:
         return
     folder, known, problem = find_megatron()
-    least, _ = _bounds("megatron-core")
-    if problem and (known is None or folder is None or _release(known) < least):
+    least, _, _ = RANGES["megatron-core"].partition(",")
+    if folder is None or known is None or not is_within(known, least):
         where = "" if folder is None else f" in {folder}"
         raise ConfigError(f"megatron{where}: {problem} (sparse-balance env shows what is found)")
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of plain text and bars of progress, for terminals and logs of any width."""
 
+import itertools
+import math
+import operator
 import shutil
 import sys
 import textwrap
@@ -18,33 +21,29 @@ def text_table(
     Cells are right-aligned, those without a heading left-aligned. A table wider than ``columns``
     becomes several, of which each repeats the first ``keys`` columns.
     """
-    headings = list(rows[0])
-    widths = {
-        heading: max(len(text) for text in (*heading.split("\n"), *(row[heading] for row in rows)))
-        for heading in headings
-    }
-    fits_widely = columns is None or sum(widths.values()) + 2 * len(headings) - 2 <= columns
-    gap = "  " if fits_widely else " "
-    parts = [list[str]()]
-    for heading in headings[keys:]:
-        wanted = [*headings[:keys], *parts[-1], heading]
-        width = sum(widths[each] + len(gap) for each in wanted) - len(gap)
-        if parts[-1] and columns is not None and width > columns:
-            parts.append([])
-        parts[-1].append(heading)
+    most = math.inf if columns is None else columns
+    height = max(heading.count("\n") for heading in rows[0]) + 1
+    table = []
+    for heading in rows[0]:
+        head = heading.split("\n")
+        cells = [*[""] * (height - len(head)), *head, *(row[heading] for row in rows)]
+        width = max(map(len, cells))
+        table.append([cell.rjust(width) if heading else cell.ljust(width) for cell in cells])
+
+    def joined(part: Sequence[Sequence[str]], gap: str) -> list[str]:
+        return [gap.join(line) for line in zip(*table[:keys], *part, strict=True)]
+
+    gap = "  " if len(joined(table[keys:], "  ")[0]) <= most else " "
+    parts = [[table[keys]]]
+    for column in table[keys + 1 :]:
+        if len(joined([*parts[-1], column], gap)[0]) <= most:
+            parts[-1].append(column)
+        else:
+            parts.append([column])
     lines: list[str] = []
     for part in parts:
-        shown = [*headings[:keys], *part]
-        heads = [heading.split("\n") for heading in shown]
-        height = max(map(len, heads))
-        cells = [[""] * (height - len(head)) + head for head in heads]
-        lines += [""] if lines else []
-        for line in (*zip(*cells, strict=True), *([row[each] for each in shown] for row in rows)):
-            padded = (
-                text.rjust(widths[each]) if each else text.ljust(widths[each])
-                for text, each in zip(line, shown, strict=True)
-            )
-            lines.append(gap.join(padded).rstrip())
+        shown = [line.rstrip() for line in joined(part, gap)]
+        lines += [*[""] * bool(lines), *itertools.dropwhile(operator.not_, shown)]
     return lines
 
 
@@ -53,11 +52,10 @@ def progress_bar(name: str, total: int, unit: str) -> Any:
     each part. Logs get a line every ten seconds."""
     from tqdm import tqdm
 
+    how: dict[str, Any] = {"mininterval": 10.0, "ncols": 70, "file": _Lines()}
     if sys.stderr.isatty():
-        return tqdm(desc=name, total=total, unit=unit, delay=5.0, mininterval=0.2, leave=False)
-    return tqdm(
-        desc=name, total=total, unit=unit, delay=5.0, mininterval=10.0, ncols=70, file=_Lines()
-    )
+        how = {"mininterval": 0.2, "leave": False}
+    return tqdm(desc=name, total=total, unit=unit, delay=5.0, **how)
 
 
 class _Lines:

@@ -63,7 +63,6 @@ def run_ranks(
     program: Sequence[str],
     *,
     environment: Mapping[str, str],
-    master_port: int,
     output: Path,
     timeout_s: float,
     folder: Path | None = None,
@@ -80,14 +79,11 @@ def run_ranks(
     Returns:
         0, the exit code of the rank that failed first, or None after ``timeout_s`` seconds.
     """
-    places = [
-        {
-            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"},
-            **{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port)},
-        }
-        for rank in range(ranks)
-    ]
+    common = {
+        **{"GROUP_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+    }
+    places = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     where = folder or Path.cwd()
     return _run(program, environment, places, where, output, output, timeout_s, begun)
 
@@ -131,16 +127,11 @@ def free_port() -> int:
     Raises:
         OSError: none of many is free.
     """
-    for port in random.SystemRandom().sample(_PORTS, min(_PORT_ATTEMPTS, len(_PORTS))):
-        with socket.socket() as listener:
-            try:
-                listener.bind(("", port))
-            except OSError:
-                continue
+    for port in random.SystemRandom().sample(_PORTS, _PORT_ATTEMPTS):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", port))
             return port
-    raise OSError(
-        f"none of {_PORT_ATTEMPTS} ports from {_PORTS.start} to {_PORTS.stop - 1} is free"
-    )
+    raise OSError(f"none of {_PORT_ATTEMPTS} ports of {_PORTS} is free")
 
 
 def _run(
@@ -167,31 +158,25 @@ def _run(
         started.append(process)
     if begun is not None:
         begun([process.pid or 0 for process in started])
-    left_s = timeout_s
+    left_s, failed, running = timeout_s, None, started
     try:
-        while True:
-            exit_codes = [process.exitcode for process in started]
-            failed = [code for code in exit_codes if code not in (None, 0)]
-            late = left_s <= 0.0 and None in exit_codes
-            if failed or late or None not in exit_codes:
-                break
-            running = [process.sentinel for process in started if process.exitcode is None]
+        while running and failed is None and left_s > 0.0:
             looked_s, look_s = time.monotonic(), min(left_s, _LOOK_S)
-            connection.wait(running, look_s)
+            connection.wait([process.sentinel for process in running], look_s)
             left_s -= min(time.monotonic() - looked_s, look_s)
-        if late:
-            _print_stacks(started)
+            failed = next((process.exitcode for process in started if process.exitcode), None)
+            running = [process for process in running if process.exitcode is None]
+        if running and failed is None:
+            _print_stacks(running)
     finally:
         _end(started)
-    if failed:
-        return failed[0]
-    return None if late else 0
+    return None if running and failed is None else failed or 0
 
 
 def _print_stacks(processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
     """Ranks print theirs one after the other, so that they do not mix."""
     for process in processes:
-        if process.exitcode is None and process.pid is not None:
+        if process.pid is not None:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(_STACKS_S)

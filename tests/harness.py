@@ -2,14 +2,11 @@
 """Runs the real training loop on several ranks and reads back what it printed and logged."""
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +152,6 @@ def run_training(
                 ranks,
                 command,
                 environment=python_environment() | dict(environment or {}),
-                master_port=free_port(),
                 output=printed,
                 timeout_s=timeout_s,
             )
@@ -181,7 +177,7 @@ def run_program(program: Sequence[str], folder: Path) -> subprocess.CompletedPro
 def _run_torchrun(
     ranks: int, command: Sequence[str], printed: Path, timeout_s: float
 ) -> int | None:
-    """The exit code; None after a timeout, when the whole process group is killed."""
+    """The exit code; None after a timeout, when all are ended."""
     launcher = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
         *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
@@ -193,18 +189,13 @@ def _run_torchrun(
             stdout=file,
             stderr=subprocess.STDOUT,
             env=python_environment(),
-            start_new_session=True,
         )
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            # torchrun passes SIGTERM on to ranks, which are not in its process group.
+            # It ends its ranks, and kills those that do not end.
             process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_S)
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            process.wait(_GRACE_S)
             return None
 
 

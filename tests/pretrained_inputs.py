@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
 
-VOCABULARY, TOKENS, BLOCK, LAYERS = 128, 512, 16, 3
+VOCABULARY, TOKENS, BLOCK, LAYERS = 300, 512, 16, 3
 
 
 def encode(text: str) -> list[int]:
@@ -21,10 +21,14 @@ def documents(kind: str, how_many: int = 2, **settings: bool) -> list[Document]:
     return make_documents(kind, TOKENS, how_many, encode, seed=0, **settings)
 
 
-def tiny_reader() -> Reader:
+def tiny_model() -> LlamaForCausalLM:
     changes = {"vocab_size": VOCABULARY, "num_hidden_layers": LAYERS, "head_dim": 16}
     torch.manual_seed(3)
-    return Reader(LlamaForCausalLM(LlamaConfig(**SIZES | changes)).eval())
+    return LlamaForCausalLM(LlamaConfig(**SIZES | changes)).eval()
+
+
+def tiny_reader() -> Reader:
+    return Reader(tiny_model())
 
 
 def asked_of(blocks: int, size: int, seed: int = 0) -> Asked:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that stand in for others on PATH and write down how they were called."""
+"""Programs that stand in for others on PATH and write down how scripts call them."""
 
 import json
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 RECORDER = """#!{python}
@@ -31,3 +32,25 @@ def recorded(folder: Path) -> list[tuple[list[str], dict[str, str]]]:
     """(words, environment) of every call since, in order."""
     lines = (folder / "calls.jsonl").read_text().splitlines()
     return [(words, environment) for words, environment in map(json.loads, lines)]
+
+
+def run_bash(
+    words: Sequence[str],
+    folder: Path,
+    variables: Mapping[str, str] | None = None,
+    *,
+    exit_code: int = 0,
+) -> str:
+    """What ``bash WORDS...`` prints in ``folder``, where programs of ``bin`` come first; fails with
+    its end at another exit code."""
+    done = subprocess.run(
+        ["bash", *words],
+        cwd=folder,
+        env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", **(variables or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == exit_code, f"{words}\n{done.stdout[-4000:]}"
+    return done.stdout

@@ -7,8 +7,6 @@ import torch
 import transformers
 
 from sparsebalance_megatron import evaluate
-from sparsebalance_megatron.attention.select import selector_named
-from sparsebalance_megatron.selector_registry import BUILT_IN
 
 VOCABULARY, BLOCK = 97, 16
 SIZES = {
@@ -20,10 +18,6 @@ SIZES = {
     "max_position_embeddings": 512,
 }
 FAMILIES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
-CAUSAL = tuple(
-    name for name in BUILT_IN if not getattr(selector_named(name), "needs_whole_documents", False)
-)
-"""Selections that do not look ahead."""
 
 
 def make_model(

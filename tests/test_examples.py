@@ -9,8 +9,6 @@ as they are; one launched process stands for all ranks. One example is run per p
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
@@ -21,7 +19,7 @@ import pytest
 from data.tokenizers_of_tests import train_tokenizer
 from forked_ranks import run_alone
 from harness import TIMEOUT_S
-from recorded_programs import record, recorded
+from recorded_programs import record, recorded, run_bash
 from torch.distributed.run import get_args_parser
 
 from sparsebalance_megatron import cli
@@ -34,7 +32,7 @@ _NAMES = (
     *("--num-query-groups", "--kv-channels", "--padded-vocab-size"),
 )
 MODELS = {
-    name: dict(zip(_NAMES, ((size,) for size in sizes), strict=True))
+    name: dict(zip(_NAMES, ((str(size),) for size in sizes), strict=True))
     for name, sizes in {
         "cluster_7b_sft.sh": (28, 3584, 18944, 28, 4, 128, 152064),
         "cluster_8b_128k.sh": (32, 4096, 14336, 32, 8, 128, 128256),
@@ -50,6 +48,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 pytestmark = pytest.mark.distributed
+type FlagValues = tuple[str, ...]
 
 
 def run_script(
@@ -57,41 +56,36 @@ def run_script(
     *arguments: str,
     directory: Path,
     variables: Mapping[str, str] | None = None,
-    path_first: Path | None = None,
     exit_code: int = 0,
 ) -> str:
-    """Output of an example started in ``directory``; fails with its end at another exit code."""
-    path = [str(path_first)] if path_first else []
-    path += [str(Path(sys.executable).parent), os.environ["PATH"]]
+    """Output of an example started in ``directory``, where recorders come before programs."""
     environment = {
-        "PATH": ":".join(path),
+        "PATH": f"{directory / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(directory),
         "PYTHONPATH": str(REPOSITORY),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
     }
-    result = subprocess.run(
-        ["bash", str(REPOSITORY / "examples" / name), *arguments],
-        cwd=directory,
-        env=environment | dict(variables or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-    )
-    assert result.returncode == exit_code, result.stdout[-4000:]
-    return result.stdout
+    words = (str(REPOSITORY / "examples" / name), *arguments)
+    return run_bash(words, directory, environment | dict(variables or {}), exit_code=exit_code)
+
+
+def record_steps(
+    name: str, *steps: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None
+) -> list[tuple[list[str], dict[str, str]]]:
+    """Programs that steps of an example start, and their environment; none of them is run."""
+    record(directory, ("bin/python", "bin/sparse-balance", "bin/torchrun"))
+    for step in steps:
+        run_script(name, *step, directory=directory, variables=variables)
+    return recorded(directory)
 
 
 def calls_of(
     name: str, *steps: Sequence[str], directory: Path, variables: Mapping[str, str] | None = None
 ) -> list[list[str]]:
-    """The programs that steps of an example start, which are recorded and not run."""
-    programs = directory / "programs"
-    record(programs, ("sparse-balance", "torchrun"))
-    for step in steps or ((),):
-        run_script(name, *step, directory=directory, variables=variables, path_first=programs)
-    return [words for words, _ in recorded(programs)]
+    """The calls of sparse-balance and torchrun that steps of an example make."""
+    calls = record_steps(name, *(steps or ((),)), directory=directory, variables=variables)
+    return [words for words, _ in calls if words[0] != "python"]
 
 
 def run_step(
@@ -102,10 +96,8 @@ def run_step(
     last_words: Sequence[str] = (),
 ) -> str:
     """Output of the one program that a step of an example starts, with ``last_words`` added."""
-    programs = directory / "programs_of_a_step"
-    record(programs, ("sparse-balance", "python"))
-    run_script(name, *arguments, directory=directory, variables=variables, path_first=programs)
-    (((program, *words), environment),) = recorded(programs)
+    calls = record_steps(name, arguments, directory=directory, variables=variables)
+    (((program, *words), environment),) = calls
     if program == "sparse-balance":
         words = ["-m", "sparsebalance_megatron.cli", *words]
     environment["OMP_NUM_THREADS"] = "1"
@@ -114,6 +106,32 @@ def run_step(
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return done.stdout + done.stderr
+
+
+def training_flags(call: Sequence[str]) -> list[str]:
+    """What a call of torchrun gives to the program that all ranks run."""
+    return get_args_parser().parse_args(call[1:]).training_script_args
+
+
+def accepted_flags(call: Sequence[str], parser: ArgumentParser) -> dict[str, FlagValues]:
+    """Values of the flags of training, which Megatron's parser knows and the plugin accepts."""
+    words = training_flags(call)
+    assert not parser.parse_known_args(words)[1]
+    check_typed_flags(parser, words)
+    return flag_values(words)
+
+
+def flag_values(words: Sequence[str]) -> dict[str, FlagValues]:
+    """Flag -> its values."""
+    values: dict[str, FlagValues] = {}
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag = word
+            values[flag] = ()
+        else:
+            values[flag] += (word,)
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +161,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_process(**others: str) -> dict[str, str]:
     """Variables of a machine that has no GPU and is alone."""
     return {"NNODES": "1", "GPUS_PER_NODE": "1", "MODEL": "small_tokenizer"} | others
-
-
-def test_a_copied_script_takes_its_common_part_along(tmp_path: Path) -> None:
-    for name in ("common.sh", "qwen2.5_3b_sft.sh"):
-        shutil.copy(REPOSITORY / "examples" / name, tmp_path)
-    ((_, *words),) = calls_of(str(tmp_path / "qwen2.5_3b_sft.sh"), directory=tmp_path)
-    assert flag_values(words)["--num-layers"] == (36.0,)
 
 
 def test_fine_tuning_0_5b_prepare_profile_plan(work: Path) -> None:
@@ -185,15 +196,13 @@ def test_flags_are_accepted_and_make_the_public_model(
     name: str, megatron_parser: ArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron's parser knows all of them, and the plugin refuses none."""
-    ((_, *words),) = calls_of(name, directory=tmp_path)
-    launch = get_args_parser().parse_args(words)
+    (call,) = calls_of(name, directory=tmp_path)
+    launch = get_args_parser().parse_args(call[1:])
     ranks = int(launch.nnodes.partition(":")[0]) * int(launch.nproc_per_node)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    assert not megatron_parser.parse_known_args(launch.training_script_args)[1]
-    check_typed_flags(megatron_parser, launch.training_script_args)
+    given = accepted_flags(call, megatron_parser)
     if name not in MODELS:
         return
-    given = flag_values(words)
     assert MODELS[name].items() <= given.items()
     assert ("--untie-embeddings-and-output-weights" in given) == (name in CLUSTER)
 
@@ -201,8 +210,8 @@ def test_flags_are_accepted_and_make_the_public_model(
 @pytest.mark.parametrize(("tokens", "kind"), [("40960", "rope"), ("131072", "yarn")])
 def test_sequences_beyond_pretraining_take_yarn(tokens: str, kind: str, tmp_path: Path) -> None:
     name, variables = "cluster_qwen3_30b_a3b_sft.sh", {"SEQ_LENGTH": tokens}
-    ((_, *words),) = calls_of(name, directory=tmp_path, variables=variables)
-    given = flag_values(words)
+    (call,) = calls_of(name, directory=tmp_path, variables=variables)
+    given = flag_values(training_flags(call))
     assert given["--position-embedding-type"] == (kind,)
     assert ("--rotary-scaling-factor" in given) == (kind == "yarn")
 
@@ -210,7 +219,7 @@ def test_sequences_beyond_pretraining_take_yarn(tokens: str, kind: str, tmp_path
 def test_cluster_scripts_compare_two_runs_that_share_nothing_but_samples(tmp_path: Path) -> None:
     steps = (["baseline", "--exit-interval", "20"], ["--exit-interval", "20"])
     calls = calls_of("cluster_7b_sft.sh", *steps, directory=tmp_path)
-    baseline, balanced = (flag_values(words[1:]) for words in calls)
+    baseline, balanced = (flag_values(training_flags(call)) for call in calls)
     assert baseline.pop("--sparse-balance-batching") == ("arrival",)
     assert baseline["--sparse-balance-mode"] == balanced["--sparse-balance-mode"] == ("exact",)
     changed = {flag for flag in balanced if baseline[flag] != balanced[flag]}
@@ -223,13 +232,12 @@ def test_cluster_scripts_plan_what_they_train(name: str, tmp_path: Path) -> None
     """In all modes, and with the cost table once there is one."""
     for table in (False, True):
         vary = ("plan", "--vary", "--tensor-model-parallel-size 2 4")
-        (_, *plan), (_, *launched) = calls_of(name, vary, [], directory=tmp_path)
+        (_, *plan), launched = calls_of(name, vary, [], directory=tmp_path)
         asked = cli.parse(plan)
         assert (asked.gpus, asked.vary) == (64, ["--tensor-model-parallel-size 2 4"])
-        trained = get_args_parser().parse_args(launched).training_script_args
-        planned = flag_values(asked.passed_on)
+        trained = flag_values(training_flags(launched))
         missing = {"--sparse-balance-mode", *(() if table else ("--sparse-balance-cost-table",))}
-        assert flag_values(trained).keys() - planned.keys() == missing
+        assert trained.keys() - flag_values(asked.passed_on).keys() == missing
         (tmp_path / "runs" / name.removesuffix(".sh")).mkdir(parents=True, exist_ok=True)
         (tmp_path / "runs" / name.removesuffix(".sh") / "cost_table.json").touch()
 
@@ -240,12 +248,11 @@ def test_cluster_scripts_train_with_the_sensitivities_that_they_measure(
 ) -> None:
     steps = ["sensitivity", "--seed", "7"], []
     variables = {"ATTENTION": "sparse", "COST_TABLE": ""}
-    measured, trained = (
-        get_args_parser().parse_args(words).training_script_args
-        for _, *words in calls_of(name, *steps, directory=tmp_path, variables=variables)
+    measured, trained = calls_of(name, *steps, directory=tmp_path, variables=variables)
+    asked = cli.parse(training_flags(measured))
+    assert flag_values(training_flags(trained))["--sparse-balance-sensitivity"] == (
+        str(asked.output),
     )
-    asked = cli.parse(measured)
-    assert flag_values(trained)["--sparse-balance-sensitivity"] == (str(asked.output),)
     assert asked.passed_on[-1] == steps[0][-1]
 
 
@@ -261,65 +268,46 @@ def test_both_runs_of_the_experts_example_take_the_same_model(
 ) -> None:
     steps = (["prepare"], ["baseline"], ["balance"], ["compare"])
     calls = calls_of("cpu_experts.sh", *steps, directory=work)
-    (_, *preparing), (_, *baseline), (_, *balanced), (_, *comparing) = calls
+    (_, *preparing), baseline, balanced, (_, *comparing) = calls
     prepare, compare = cli.parse(preparing), cli.parse(comparing)
-    runs = []
-    for launched in (baseline, balanced):
-        words = get_args_parser().parse_args(launched).training_script_args
-        assert not megatron_parser.parse_known_args(words)[1]
-        check_typed_flags(megatron_parser, words)
-        runs.append(flag_values(words))
+    runs = [accepted_flags(call, megatron_parser) for call in (baseline, balanced)]
     logs = [run.pop("--sparse-balance-log-dir") for run in runs]
     assert logs == [(str(compare.baseline),), (str(compare.run_directory),)]
     assert runs[1]["--data-path"] == (prepare.output_prefix,)
-    assert runs[1]["--expert-model-parallel-size"] == (2.0,)
+    assert runs[1]["--expert-model-parallel-size"] == ("2",)
     assert {flag for flag in runs[0] | runs[1] if runs[0].get(flag) != runs[1].get(flag)} == {
         *("--sparse-balance-batching", "--sparse-balance-tuning")
     }
 
 
 @pytest.mark.nightly
-def test_cpu_quickstart_trains(work: Path) -> None:
-    variables = {"DATA": "small", "TRAIN_ITERS": "1"}
+def test_cpu_quickstart_trains(work: Path, tmp_path: Path) -> None:
+    variables = {"DATA": str(work / "small"), "TRAIN_ITERS": "1"}
     trained = run_script(
-        "cpu_quickstart.sh", "--lr-warmup-iters", "0", directory=work, variables=variables
+        "cpu_quickstart.sh", "--lr-warmup-iters", "0", directory=tmp_path, variables=variables
     )
     assert "iteration        1/       1 |" in trained
-    assert (work / "runs/cpu_quickstart/log/steps.jsonl").is_file()
-
-
-def flag_values(words: Sequence[str]) -> dict[str, tuple[float | str, ...]]:
-    """Flag -> its values, numbers as numbers."""
-    values: dict[str, tuple[float | str, ...]] = {}
-    flag = ""
-    for word in words:
-        if word.startswith("--"):
-            flag = word
-            values[flag] = ()
-        else:
-            number = re.fullmatch(r"[-+]?\d+\.?\d*(e[-+]?\d+)?", word)
-            values[flag] += (float(word) if number else word,)
-    return values
+    assert (tmp_path / "runs/cpu_quickstart/log/steps.jsonl").is_file()
 
 
 def test_every_step_hands_its_result_to_training(tmp_path: Path) -> None:
     name = "qwen2.5_0.5b_sft.sh"
     steps = (["prepare"], ["convert"], ["profile", "--quick"], ["--exit-interval", "1"])
-    *tools, (_, *launched) = calls_of(name, *steps, directory=tmp_path)
+    *tools, launched = calls_of(name, *steps, directory=tmp_path)
     prepare, convert, profile = (cli.parse(words) for _, *words in tools)
     assert [prepare.command, convert.command, profile.command] == [
         *("prepare-data", "convert", "profile")
     ]
-    trained = flag_values(launched)
+    trained = flag_values(training_flags(launched))
     assert trained["--data-path"] == (prepare.output_prefix,)
     assert trained["--tokenizer-model"] == (prepare.tokenizer,) == (str(convert.hf_dir),)
     assert trained["--pretrained-checkpoint"] == (str(convert.output),)
     assert trained["--sparse-balance-cost-table"] == (str(profile.output),)
     assert profile.quick and not prepare.append_eod
-    assert trained["--exit-interval"] == (1.0,)
+    assert trained["--exit-interval"] == ("1",)
     measured = flag_values(profile.passed_on)
     # Costs of sparse attention are measured, too, and serve mode exact.
-    assert measured.pop("--sparse-balance-base-budget") == (32.0,)
+    assert measured.pop("--sparse-balance-base-budget") == ("32",)
     assert measured.pop("--sparse-balance-selection") == ("previous-block",)
     assert {flag: trained[flag] for flag in measured} == measured
 
@@ -330,44 +318,42 @@ def test_what_is_evaluated_is_what_was_trained(
 ) -> None:
     variables = {"DATA": "small", "FAMILY": family}
     calls = calls_of("evaluate.sh", ["train"], ["convert"], directory=work, variables=variables)
-    (_, *launched), (_, *converting) = calls
-    words = get_args_parser().parse_args(launched).training_script_args
-    assert not megatron_parser.parse_known_args(words)[1]
-    check_typed_flags(megatron_parser, words)
-    trained, convert = flag_values(words), cli.parse(converting)
+    launched, (_, *converting) = calls
+    trained, convert = accepted_flags(launched, megatron_parser), cli.parse(converting)
     assert trained["--save"] == (str(convert.checkpoint_dir),)
     assert trained["--sparse-balance-selection"] == ("token-kv-head",)
     model = read_config(work / convert.hf_config)
-    assert {
-        "--num-layers": (model.num_hidden_layers,),
-        "--hidden-size": (model.hidden_size,),
-        "--ffn-hidden-size": (model.intermediate_size,),
-        "--num-attention-heads": (model.num_attention_heads,),
-        "--num-query-groups": (model.num_key_value_heads,),
-        "--kv-channels": (model.head_dim,),
-        "--max-position-embeddings": (model.max_position_embeddings,),
-    }.items() <= trained.items()
+    sizes = {
+        "--num-layers": model.num_hidden_layers,
+        "--hidden-size": model.hidden_size,
+        "--ffn-hidden-size": model.intermediate_size,
+        "--num-attention-heads": model.num_attention_heads,
+        "--num-query-groups": model.num_key_value_heads,
+        "--kv-channels": model.head_dim,
+        "--max-position-embeddings": model.max_position_embeddings,
+    }
+    if model.num_experts:
+        sizes |= {
+            "--num-experts": model.num_experts,
+            "--moe-ffn-hidden-size": model.moe_intermediate_size,
+            "--moe-router-topk": model.num_experts_per_tok,
+        }
+        assert ("--moe-router-pre-softmax" in trained) != model.norm_topk_prob
+    assert {flag: (str(size),) for flag, size in sizes.items()}.items() <= trained.items()
     assert ("--qk-layernorm" in trained) == model.has_qk_norm
     assert model.model_type == family
-    if model.num_experts:
-        assert {
-            "--num-experts": (model.num_experts,),
-            "--moe-ffn-hidden-size": (model.moe_intermediate_size,),
-            "--moe-router-topk": (model.num_experts_per_tok,),
-        }.items() <= trained.items()
-        assert ("--moe-router-pre-softmax" in trained) != model.norm_topk_prob
 
 
 def test_slurm_starts_every_node_once(tmp_path: Path) -> None:
-    programs = tmp_path / "programs"
-    record(programs, ("torchrun",))
+    record(tmp_path, ("bin/torchrun",))
     stand_ins = {
         "scontrol": '[[ "$*" == "show hostnames first[1-2]" ]] && printf "first1\\nfirst2\\n"',
         "srun": 'shift; for id in 0 1; do SLURM_NODEID="$id" "$@" || exit; done',
     }
     for program, text in stand_ins.items():
-        (programs / program).write_text(f"#!/usr/bin/env bash\n{text}\n")
-        (programs / program).chmod(0o755)
+        path = tmp_path / "bin" / program
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
     run_script(
         "slurm.sh",
         *(str(REPOSITORY / "examples/qwen2.5_3b_sft.sh"), "--log-progress"),
@@ -378,11 +364,10 @@ def test_slurm_starts_every_node_once(tmp_path: Path) -> None:
             "SLURM_JOB_NODELIST": "first[1-2]",
             "SLURM_JOB_ID": "123456",
         },
-        path_first=programs,
     )
-    started = [flag_values(words[1:]) for words, _ in recorded(programs)]
-    assert [flags["--node-rank"] for flags in started] == [(0.0,), (1.0,)]
+    started = [flag_values(words[1:]) for words, _ in recorded(tmp_path)]
+    assert [flags["--node-rank"] for flags in started] == [("0",), ("1",)]
     for flags in started:
-        assert flags["--nnodes"] == (2.0,) and flags["--nproc-per-node"] == (8.0,)
-        assert (flags["--master-addr"][0], flags["--master-port"][0]) == ("first1", 23456.0)
+        assert flags["--nnodes"] == ("2",) and flags["--nproc-per-node"] == ("8",)
+        assert (flags["--master-addr"][0], flags["--master-port"][0]) == ("first1", "23456")
         assert "--log-progress" in flags

@@ -10,17 +10,18 @@ import argparse
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from recorded_programs import record, recorded
+from recorded_programs import record, recorded, run_bash
 
 from sparsebalance_megatron import cli
+from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.megatron.arguments import add_sparse_balance_args
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,9 @@ EVAL_AND_LOGGING_ARGS=(--log-interval 1) SPARSE_BALANCE_ARGS=(--sparse-balance)
 PATCH=patch
 source() { :; }
 """
+SETUP = {
+    "scripts/_setup.sh": "set -euo pipefail\nsay() { :; }\nfail() { exit 1; }\nset_up() { :; }\n"
+}
 SITE = """
 import sys
 sys.modules.update(dict.fromkeys(("torch", "megatron", "triton")))
@@ -53,17 +57,16 @@ sys.exit(main(sys.argv[1:]))
 Command = list[str]
 
 
-def calls_of(folder: Path, script: str) -> list[Command]:
-    """The calls that a piece of bash makes; fails if it does."""
+def calls_of(folder: Path, script: str, texts: Mapping[str, str] | None = None) -> list[Command]:
+    """The calls that a piece of bash makes; fails if it does.
+
+    Args:
+        texts: scripts of the repository that are run and not recorded, by name.
+    """
     record(folder, [*(f"bin/{name}" for name in PROGRAMS), *SCRIPTS])
-    return run_bash(folder, script)
-
-
-def run_bash(folder: Path, script: str) -> list[Command]:
-    path = {"PATH": f"{folder / 'bin'}:/usr/bin:/bin"}
-    command = ["bash", "-c", script]
-    done = subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, script + done.stderr[-2000:]
+    for name, text in (texts or {}).items():
+        (folder / name).write_text(text)
+    run_bash(["-c", script], folder)
     return [words for words, _ in recorded(folder)]
 
 
@@ -142,10 +145,10 @@ def test_commands_in_blocks(tmp_path: Path) -> None:
             calls = calls_of(tmp_path / page / str(number), PRELUDE + block)
             commands += [(f"{page}, block {number}", call) for call in calls]
     for argument in ("", "--gpu"):
-        calls = quickstart_commands(tmp_path / f"quickstart{argument}", argument)
-        commands += [(f"scripts/quickstart.sh {argument}", call) for call in calls]
-    calls = gpu_check_commands(tmp_path / "gpu_check")
-    commands += [("scripts/gpu_check.sh", call) for call in calls]
+        for call in quickstart_commands(tmp_path / f"quickstart{argument}", argument):
+            commands.append((f"scripts/quickstart.sh {argument}", call))
+    for call in gpu_check_commands(tmp_path / "gpu_check"):
+        commands.append(("scripts/gpu_check.sh", call))
     assert len(commands) > 50
     megatron = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     parser = add_sparse_balance_args(megatron)
@@ -154,24 +157,13 @@ def test_commands_in_blocks(tmp_path: Path) -> None:
         assert not unknown, (place, unknown)
 
 
-def script_calls(folder: Path, name: str, arguments: str, *replaced: str) -> list[Command]:
-    """What a script of scripts/ calls to its end; a piece of it may be replaced by another."""
-    record(folder, [*(f"bin/{name}" for name in PROGRAMS), *SCRIPTS])
-    script = (ROOT / "scripts" / name).read_text()
-    if replaced:
-        assert replaced[0] in script
-        script = script.replace(*replaced)
-    (folder / "scripts" / name).write_text(script)
-    (folder / "scripts" / "_setup.sh").write_text(
-        "set -euo pipefail\nsay() { :; }\nfail() { exit 1; }\nset_up() { :; }\n"
-    )
-    return run_bash(folder, f"bash scripts/{name} {arguments}")
-
-
 def quickstart_commands(folder: Path, argument: str) -> list[Command]:
     """What scripts/quickstart.sh calls where there are two GPUs."""
+    script = (ROOT / "scripts/quickstart.sh").read_text()
     count = "$(python -c 'import torch; print(torch.cuda.device_count())')"
-    commands = script_calls(folder, "quickstart.sh", argument, count, "2")
+    assert count in script
+    texts = SETUP | {"scripts/quickstart.sh": script.replace(count, "2")}
+    commands = calls_of(folder, f"bash scripts/quickstart.sh {argument}", texts)
     tools = [command[1] for command in commands if command[0] == "sparse-balance"]
     assert tools == ["prepare-data", "profile", "summary"]
     assert [command[0] for command in commands].count("torchrun") == 4
@@ -182,13 +174,10 @@ def gpu_check_commands(folder: Path) -> list[Command]:
     """What scripts/gpu_check.sh calls, all stages; the recorders leave no results to copy."""
     (folder / "runs" / "quickstart_gpu").mkdir(parents=True)
     (folder / "runs" / "quickstart_gpu" / "summary.json").write_text("{}")
-    calls = script_calls(folder, "gpu_check.sh", "results")
+    texts = SETUP | {"scripts/gpu_check.sh": (ROOT / "scripts/gpu_check.sh").read_text()}
+    calls = calls_of(folder, "bash scripts/gpu_check.sh results", texts)
     commands = [command for command in calls if command[1:2] != ["-c"]]
-    assert len(calls) - len(commands) == 2
-    assert [command[0] for command in commands] == [
-        *("sparse-balance", "python", "python", "python", "scripts/quickstart.sh"),
-        *("sparse-balance", "python", "python", "python"),
-    ]
+    assert [command[0] for command in commands].count("python") == 6
     return commands
 
 
@@ -221,13 +210,6 @@ def test_the_site_builds_without_torch_and_without_a_warning(tmp_path: Path) -> 
     assert "sparsebalance_megatron.integration" in page
 
 
-def run(block: str) -> dict[str, Any]:
-    """The names that a block leaves."""
-    names: dict[str, Any] = {}
-    exec(compile(block, "example", "exec"), names)
-    return names
-
-
 def test_extending_names_only_what_exists() -> None:
     """Every name and file in backticks is in the package, its examples or its tests."""
     text = without_blocks((ROOT / "docs/EXTENDING.md").read_text("utf-8"))
@@ -243,29 +225,15 @@ def test_extending_names_only_what_exists() -> None:
             assert any(path.exists() for path in known), span
 
 
-def extension(name: str) -> dict[str, Any]:
-    """The names that a program of examples/extending leaves."""
-    return run((ROOT / f"examples/extending/{name}.py").read_text("utf-8"))
-
-
-def example(name: str) -> dict[str, Any]:
-    """The block of EXTENDING.md that defines a name, run."""
-    found = blocks((ROOT / "docs/EXTENDING.md").read_text("utf-8"), "python")
-    (block,) = (block for block in found if re.search(rf"\b{name}\b", block))
-    return run(block)
-
-
 def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of EXTENDING.md, of examples/extending and of PYTHON.md, as they stand there."""
-    from sparsebalance_megatron.attention.api import budgeted_attention
-
-    for block in blocks((ROOT / "docs/PYTHON.md").read_text("utf-8"), "python"):
-        run(block)
-    example("check_selector")
+    """Those of EXTENDING.md, of PYTHON.md and of examples/extending, as they stand there."""
+    for page in ("docs/EXTENDING.md", "docs/PYTHON.md"):
+        (block,) = blocks((ROOT / page).read_text("utf-8"), "python")
+        exec(compile(block, page, "exec"), {})
     capsys.readouterr()
-    extension("gpipe")
+    runpy.run_path(str(ROOT / "examples/extending/gpipe.py"))
     assert capsys.readouterr().out.split("\n")[:2] == [str(np.array([22.0]))] * 2
-    names = extension("counting_exchange")
+    names = runpy.run_path(str(ROOT / "examples/extending/counting_exchange.py"))
     alone = budgeted_attention(
         *(names["q"], names["k"], names["v"], [0, 100, 300], 4),
         block_size=16,

@@ -57,8 +57,6 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_selection_of_the_package_can_be_loaded(name: str) -> None:
     selector = load_selector(name)
     assert selector.by_token == name.startswith("token")
-    whole = getattr(selector, "needs_whole_documents", False)
-    assert BUILT_IN[name].needs_whole_documents == whole
     assert load_work_model(name).attended_pairs(3, 2) == 5.0
 
 
@@ -92,7 +90,7 @@ def test_shared_lists_of_another_package_are_counted_as_shared(
 
 def test_an_unknown_name_lists_what_exists(packages: Path) -> None:
     with pytest.raises(ConfigError, match=r"token-query-head, .*previous-block, .*quest"):
-        SparseBalanceConfig(selection="token")
+        SparseBalanceConfig(selection="vertical-slash-last-queries")
     with pytest.raises(ValueError, match=r"token: must be one of token-query-head, .*quest"):
         selector_named("token")
 

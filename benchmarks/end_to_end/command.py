@@ -104,7 +104,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: as the layout says")
     parser.add_argument("--data", type=Path, help="prefix of .bin and .idx; default: made once")
-    parser.add_argument("--cost-table", type=Path, help="default: measured now")
     parser.add_argument("--directory", type=Path, default=Path("runs/end_to_end"))
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument(
@@ -163,7 +162,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = launch.tokenizer_flags(prefix, options.megatron_flags)
     data = ["--data-path", str(prefix), *tokenizer]
     first = LAYOUTS[names[0]]
-    table = options.cost_table or launch.profile(
+    table = launch.profile(
         [*flags, *data, *first.flags, *options.megatron_flags],
         options.directory / "cost_table.json",
         device=options.device,

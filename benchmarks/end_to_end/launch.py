@@ -25,12 +25,14 @@ class BenchmarkError(ValueError):
 
 
 def prepared_data(prefix: Path) -> Path:
-    """The data set at ``prefix``; Python's standard library, where nothing is there."""
+    """The data set at ``prefix``; made of its ``.jsonl``, or of Python's standard library, where
+    nothing is there."""
     if not Path(f"{prefix}.bin").exists():
-        print("preparing the Python standard library's sources", flush=True)
         documents = f"{prefix}.jsonl"
         tokenizer = f"{prefix}_tokenizer"
-        _example("stdlib_documents.py", documents)
+        if not Path(documents).exists():
+            print("preparing the Python standard library's sources", flush=True)
+            _example("stdlib_documents.py", documents)
         _example(
             *("train_tokenizer.py", "--input", documents),
             *("--vocab-size", VOCABULARY, "--output", tokenizer),

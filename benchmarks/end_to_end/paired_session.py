@@ -119,9 +119,8 @@ class PairedHooks(TrainingHooks):
     def __init__(
         self, pairing: Pairing, arguments: Any, inputs: Inputs, device: torch.device
     ) -> None:
-        super().__init__(
-            arguments, inputs, device, make_scheduler=partial(paired_scheduler, pairing)
-        )
+        super().__init__(arguments, inputs, device)
+        self.run.make_scheduler = partial(paired_scheduler, pairing)
         options = AttentionOptions(inputs.config, inputs.grid)
         self.layer_spec = peer_layer_spec(options, pairing.is_dense)
 

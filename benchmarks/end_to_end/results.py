@@ -14,7 +14,6 @@ import numpy as np
 
 from end_to_end.launch import BenchmarkError
 from end_to_end.variants import StepOrder, Variant
-from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
@@ -164,7 +163,8 @@ def balanced_ms(step_ms: float, forward_DPVM: np.ndarray, backward_DPVM: np.ndar
 
 def _alone(times_2DPVM: np.ndarray) -> OperationTimes:
     _, ranks, _, _, positions = times_2DPVM.shape
-    return OperationTimes.of_micro_batches(times_2DPVM, unshared(ranks, positions), megatron_order)
+    alone_DM = np.ones((ranks, positions), dtype=np.int64)
+    return OperationTimes.of_micro_batches(times_2DPVM, alone_DM, megatron_order)
 
 
 def _at_mean(times_DPVM: np.ndarray) -> np.ndarray:

@@ -167,7 +167,6 @@ _EQUAL_BLOCKS = """
     previous-block 8 first=1
     previous-block 8 first=0
     vertical-slash 8
-    vertical-slash-last-queries 8
     oracle-token 8 first=1
     oracle-block 8 first=1
     token-query-head 8 first=1 layers=peaks

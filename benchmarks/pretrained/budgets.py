@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets by layer: from one number for each layer, or given.
+"""Budgets by layer: from one number for each layer.
 
 Shape legend: L layers, K budgets.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,27 +30,19 @@ def layer_budgets(
     """Blocks by layer, or DENSE.
 
     ``arm.layers`` is ``uniform``; the name of sensitivities; ``dense-N-NAME``, where the N most
-    sensitive layers are dense; ``least-N-NAME``, the package's rule with N blocks at least;
-    ``dense:1,2``, where these are dense; or a JSON file with one number for each layer, null for
-    dense.
+    sensitive layers are dense; ``least-N-NAME``, the package's rule with N blocks at least; or
+    ``dense:1,2``, where these are dense.
 
     Args:
         most: blocks of the document; no budget is larger.
         sensitivities: name -> one number for each layer.
 
     Raises:
-        PretrainedError: the name is unknown, or a file has another number of layers.
+        PretrainedError: the name is unknown.
     """
     name = arm.layers
     if name == UNIFORM:
         return (arm.blocks,) * layers
-    if name.endswith(".json"):
-        given = json.loads(Path(name).read_text("utf-8"))
-        if len(given) != layers:
-            raise PretrainedError(
-                f"{name}: has {len(given)} numbers: the model has {layers} layers"
-            )
-        return tuple(DENSE if each is None else int(each) for each in given)
     if name.startswith("dense:"):
         dense = {int(layer) for layer in name.removeprefix("dense:").split(",")}
         return tuple(DENSE if layer in dense else arm.blocks for layer in range(layers))
@@ -89,7 +79,7 @@ def layer_budgets(
 
 def source_of(name: str) -> str | None:
     """The sensitivities that budgets by this name follow; None where they follow none."""
-    if name == UNIFORM or name.endswith(".json") or name.startswith("dense:"):
+    if name == UNIFORM or name.startswith("dense:"):
         return None
     return name.split("-", 2)[2] if name.startswith(("dense-", "least-")) else name
 

@@ -12,7 +12,7 @@ spans of text that its end repeats. Whole documents are read sparsely, from the 
 An arm is a line of words, such as "token-query-head 8 first=1 layers=peaks": who selects, the mean
 budget in blocks, first blocks of the document that are always read, and how budgets differ by
 layer (uniform, peaks, repetitions, cuts-text, cuts-lookups, dense-4-peaks, least-5-repetitions as
---sparse-balance-sensitivity, dense:7,18, FILE.json with a number for each layer, null for dense).
+--sparse-balance-sensitivity, dense:7,18).
 Selections: the built-in ones, oracle-token, oracle-block, window. Beside previous-block, wishes:
 "wishes=tile-16 scores=half gate=0.1" (token-query-head, token-kv-head, tile-16, tile-block; exact,
 half, fp8, half-fp8).
@@ -39,7 +39,7 @@ from pretrained.documents import (
     Group,
     make_documents,
 )
-from pretrained.model import PRECISIONS, PretrainedError, load_model, saved_model
+from pretrained.model import PretrainedError, load_model, saved_model
 
 if TYPE_CHECKING:
     from pretrained.arms import Arm
@@ -121,22 +121,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--no-window", action="store_true", help="read no window; then no token is far")
     add("--documents", type=int, default=_DOCUMENTS, help=f"of a group; default: {_DOCUMENTS}")
-    add(
-        "--sensitivity",
-        nargs="+",
-        default=[],
-        metavar="NAME=FILE",
-        help="further sensitivities: a JSON list with one number for each layer",
-    )
-    add("--finished", action="store_true", help="results of what has finished; reads nothing")
     add("--seed", type=int, default=0)
     add("--threads", type=int, default=1, help="default: 1")
-    add(
-        "--precision",
-        choices=PRECISIONS,
-        default=PRECISIONS[0],
-        help="of products in linear layers; default: bfloat16",
-    )
     return parser.parse_args(argv)
 
 
@@ -163,15 +149,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         tokens: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
 
-    reader = Reader(load_model(directory, options.precision))
+    reader = Reader(load_model(directory))
     chosen = {name: chosen_arms(options, GROUPS[name]) for name in options.groups}
     wanted = {source_of(arm.layers) for some in chosen.values() for arm in some}
     sensitivities = layer_sensitivities(options, reader, encode, wanted)
     session = Session(
         reader=reader,
-        files=results.ScoreFiles(options.directory / "scores", options.precision),
+        files=results.ScoreFiles(options.directory / "scores"),
         sensitivities=sensitivities,
-        finished_only=options.finished,
         reference=arms.parse_arm(options.reference),
         window=not options.no_window,
         projections=projections(options, reader, encode, chosen),
@@ -182,16 +167,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         documents = make_documents(
             group.kind, group.tokens, options.documents, encode, seed=options.seed
         )
-        found = session.read(group, documents, some)
-        if found is not None:
-            groups[name] = found
+        groups[name] = session.read(group, documents, some)
     return {
         "benchmark": "pretrained",
         "machine": _machine(options),
         "date": date.today().isoformat(),
         "settings": {
             "seed": options.seed,
-            "precision": options.precision,
+            "precision": "bfloat16",
             "token_pair_cost": arms.TOKEN_PAIR_COST,
             "reference": session.reference.name,
         },
@@ -232,8 +215,7 @@ def projections(
         wishes = [arm.wishes for arm in some if arm.wishes is not None]
         if not any(each.scores in (arms.HALF, arms.HALF_FP8) for each in wishes):
             continue
-        kept = f"projections-{group.tokens}-{options.seed}-{options.precision}.npz"
-        path = options.directory / kept
+        path = options.directory / f"projections-{group.tokens}-{options.seed}.npz"
         if not path.exists():
             texts = make_documents(
                 *(TEXT, group.tokens, _PROJECTION_DOCUMENTS, encode),
@@ -249,7 +231,7 @@ def projections(
 def layer_sensitivities(
     options: argparse.Namespace, reader: "Reader", encode: "Encode", wanted: Collection[str | None]
 ) -> dict[str, Any]:
-    """Those of the wanted names, measured once and kept; and those that are given."""
+    """Those of the wanted names, measured once and kept."""
     from pretrained import budgets
     from pretrained import sensitivities as measure
 
@@ -275,20 +257,13 @@ def layer_sensitivities(
     for name, way in ways.items():
         if name not in wanted:
             continue
-        kept = folder / f"{name}-{options.seed}-{min(options.documents, _CALIBRATION_DOCUMENTS)}-"
-        kept = kept.with_name(f"{kept.name}{options.precision}.json")
+        documents_read = min(options.documents, _CALIBRATION_DOCUMENTS)
+        kept = folder / f"{name}-{options.seed}-{documents_read}.json"
         if not kept.exists():
             began_s = time.process_time()
             kept.write_text(json.dumps(way()))
             print(f"{name}: {time.process_time() - began_s:.0f} s of CPU", flush=True)
         found[name] = json.loads(kept.read_text())
-    for each in options.sensitivity:
-        name, _, path = each.partition("=")
-        if not Path(path).is_file():
-            raise PretrainedError(f"--sensitivity {each}: must be NAME=FILE, and the file be there")
-        found[name] = json.loads(Path(path).read_text("utf-8"))
-        if len(found[name]) != reader.layers:
-            raise PretrainedError(f"--sensitivity {each}: must have {reader.layers} numbers")
     return found
 
 

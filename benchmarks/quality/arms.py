@@ -122,11 +122,6 @@ ARMS: Mapping[str, Arm] = {
             title="fixed budget, columns and diagonals of the block before",
             selection="vertical-slash",
         ),
-        Arm(
-            name="fixed-last-queries",
-            title="fixed budget, columns and diagonals of the last queries (MTraining)",
-            selection="vertical-slash-last-queries",
-        ),
         *(
             Arm(name=f"fixed-{name}", title=f"fixed budget, {name} selects", selection=name)
             for name in SELECTORS.names()

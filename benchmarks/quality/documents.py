@@ -35,7 +35,7 @@ class Document:
 def write_documents(prefix: Path, documents: Iterable[Document], *, vocabulary: int) -> None:
     """Write Megatron's ``.bin`` and ``.idx``, with the loss masks beside them."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    with DatasetWriter(str(prefix), vocab_size=vocabulary, overwrite=True) as writer:
+    with DatasetWriter(str(prefix), vocab_size=vocabulary) as writer:
         for document in documents:
             # A mask has an entry for the first token too, which is never a label.
             writer.add(document.tokens, np.concatenate([[0], document.scored]).astype(np.uint8))

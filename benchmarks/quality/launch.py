@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from end_to_end.launch import environment
-from forked_ranks import free_port, run_ranks
+from forked_ranks import run_ranks
 from scipy.ndimage import median_filter
 
 from quality.documents import write_documents
@@ -51,7 +51,6 @@ def execute(spec: RunSpec) -> dict[str, Any]:
         spec.ranks,
         ["-m", "quality.rank", str(path)],
         environment=environment("cpu"),
-        master_port=free_port(),
         output=output,
         timeout_s=TIMEOUT_S,
         folder=Path(__file__).parents[1],

@@ -216,12 +216,12 @@ def greedy(curves_LK: np.ndarray, *, mean_blocks: int, least: int) -> list[int]:
     layers, most = curves_LK.shape
     budgets = [least] * layers
     for _ in range(mean_blocks * layers - sum(budgets)):
-        room = [layer for layer in range(layers) if budgets[layer] < most]
+        open_layers = [layer for layer in range(layers) if budgets[layer] < most]
         gains = [
             curves_LK[layer, budgets[layer]] - curves_LK[layer, budgets[layer] - 1]
-            for layer in room
+            for layer in open_layers
         ]
-        budgets[room[int(np.argmax(gains))]] += 1
+        budgets[open_layers[int(np.argmax(gains))]] += 1
     return budgets
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from forked_ranks import cpu_environment, free_port, run_ranks
+from forked_ranks import cpu_environment, run_ranks
 
 POLL_S = 0.25
 _LONGEST_S = 24 * 3600.0
@@ -78,7 +78,6 @@ def run(
             ranks,
             (os.fspath(RANK), json.dumps(dict(disturbance)), *flags),
             environment=cpu_environment(),
-            master_port=free_port(),
             output=output,
             timeout_s=_LONGEST_S,
             begun=members.extend,

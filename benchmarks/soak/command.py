@@ -16,8 +16,6 @@ Four ranks over gloo (two data-parallel, two pipeline stages) with evaluation an
 
 import argparse
 import json
-import os
-import platform
 import random
 import sys
 import tempfile
@@ -27,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
+from end_to_end.command import machine
 
 from soak.attempt import Attempt, run
 from soak.log import SoakLog, differing_steps, iterations_to_log
@@ -76,7 +74,7 @@ def soak(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
         "memory, threads and files flat": _is_flat(usage, alone),
     }
     return {
-        "machine": machine(),
+        "machine": machine("cpu"),
         "options": {name: getattr(options, name) for name in _REPORTED},
         "passed": all(checks.values()),
         "checks": checks,
@@ -92,16 +90,6 @@ def _leaves_nothing(attempt: Attempt, ranks: int) -> bool:
     """Tell whether no process is left but the one that a killed rank's checkpoint writers talk
     to."""
     return attempt.orphans <= (0 if attempt.ended == "finished" else ranks)
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_at_end": os.getloadavg()[0],
-    }
 
 
 def _disturbed(directory: Path, data: Path, options: argparse.Namespace) -> list[Attempt]:

@@ -18,7 +18,8 @@ class CountingExchange(AllGatherExchange):
 
     def parts(self, k_TGD, v_TGF, selection, sequence):
         for part in super().parts(k_TGD, v_TGF, selection, sequence):
-            self.read_bytes += part.k_TGD.nbytes + part.v_TGF.nbytes
+            k_part_TGD, v_part_TGF, _ = part
+            self.read_bytes += k_part_TGD.nbytes + v_part_TGF.nbytes
             yield part
 
 

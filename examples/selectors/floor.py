@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A budget policy: every sample gets the least budget that the coverage threshold allows."""
 
-from sparsebalance_megatron.plan.budgets.policy import BudgetPolicy
-from sparsebalance_megatron.plan.budgets.problem import feasible_range
+from sparsebalance_megatron.plan.budgets.allowed import feasible_range
+from sparsebalance_megatron.plan.step_problem import BudgetPolicy
 
 
 class FloorPolicy(BudgetPolicy):

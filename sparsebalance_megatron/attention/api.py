@@ -22,7 +22,7 @@ from sparsebalance_megatron.attention.kernels import (
     tokens,
     triton,
 )
-from sparsebalance_megatron.attention.kernels.contract import Attention, Kernel
+from sparsebalance_megatron.attention.kernels.contract import Attention, Implementation
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import Selector, rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import Selection
@@ -32,7 +32,7 @@ from sparsebalance_megatron.config import (
     DenseAttention,
 )
 
-KERNELS: Mapping[str, Kernel] = {
+KERNELS: Mapping[str, Implementation] = {
     "triton": triton,
     "fa4": fa4_lists,
     "blocks": blocks,
@@ -240,7 +240,7 @@ def checked_kernel(
     selection: Selection,
     implementation: AttentionImplementation,
     sink_H: Tensor | None = None,
-) -> Kernel:
+) -> Implementation:
     """The implementation that :func:`block_sparse_attention` takes, all arguments checked."""
     _check_tensors(q_THD, k_TGD, v_TGF, selection, sink_H)
     _check_selection(q_THD, k_TGD, selection)

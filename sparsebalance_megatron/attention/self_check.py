@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares a device's kernels and router with the reference, on a small ragged sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -78,56 +79,78 @@ def check_attention(
     q_THD, k_TGD = 2.0 * drawn(query_heads, head_dims[0]), drawn(kv_heads, head_dims[0])
     inputs = (q_THD, k_TGD, drawn(kv_heads, head_dims[1]), drawn(query_heads, head_dims[1]))
     host, there = (packed_layout(boundaries, config.block_size, x) for x in ("cpu", device))
-    trusted = replace(config, attention="reference")
+    trusted = config
     if hasattr(selector_named(config.selection), "with_router"):
-        trusted = replace(trusted, router="torch")
+        trusted = replace(config, router="torch")
     selection, lists_QCK, coverage = _routed(trusted, inputs, host)
     _, found_QCK, found_coverage = _routed(config, inputs, there)
-    kernel, results = _attended(config, inputs, selection, there)
-    _, right = _attended(trusted, [x.double() for x in inputs], selection, host)
     errors = {
         "lists": float((found_QCK != lists_QCK).any(-1).double().mean()) / _ROWS_OF_OTHER_LISTS,
         "coverage": float((found_coverage - coverage).abs().max()) / _COVERAGE_TOLERANCE,
     }
-    errors |= _errors(results, right, dtype)
-    repeats = {"triton": _REPEATS_ON_GPU, "fa4_lists": _REPEATS_OF_FLASH_ATTENTION}.get(kernel, 0)
-    for _ in range(repeats if device.type == "cuda" else min(repeats, 1)):
-        _, again = _attended(config, inputs, selection, there)
-        same = all(error <= 1.0 for error in _errors(again, results, dtype).values())
-        if not (same if kernel == "fa4_lists" else all(map(torch.equal, results, again))):
-            errors["repeats"] = torch.inf
-    everything = Selection.of_everything(LayoutPair.within(host), kv_heads)
-    _, right = _attended(trusted, [x.double() for x in inputs], everything, host)
-    dense, found = _checked_densely(config, inputs, right, there)
-    return Verdict(kernel=kernel, errors=errors | found, dense_kernel=dense)
+    lists = selection.with_tensors([x.to(device) for x in selection.tensors()])
+    lists = replace(lists, query_layout=there, kv_layout=there)
+    q_THD, k_TGD, v_TGF = (x.to(device) for x in inputs[:3])
+    kernel: Any = checked_kernel(q_THD, k_TGD, v_TGF, lists, config.attention)
+    name = kernel.__name__.rpartition(".")[2]
+    repeats = {"triton": _REPEATS_ON_GPU, "fa4_lists": _REPEATS_OF_FLASH_ATTENTION}.get(name, 0)
+    attend = partial(block_sparse_attention, selection=lists, implementation=config.attention)
+    errors |= _compared(
+        *(attend, inputs, selection, device),
+        repeats=repeats if device.type == "cuda" else min(repeats, 1),
+        bit_by_bit=name != "fa4_lists",
+    )
+    served = config.attention, config.dense_attention
+    if not attends_densely(q_THD, v_TGF, there, *served):
+        return Verdict(kernel=name, errors=errors)
+    found = _compared(
+        partial(dense_attention, layout=there, kernel=config.dense_attention),
+        *(inputs, Selection.of_everything(LayoutPair.within(host), kv_heads), device),
+        repeats=_REPEATS_OF_FLASH_ATTENTION if device.type == "cuda" else 0,
+        bit_by_bit=False,
+    )
+    return Verdict(
+        kernel=name,
+        errors=errors | {f"dense {result}": error for result, error in found.items()},
+        dense_kernel=dense_kernel(q_THD, v_TGF, there, config.dense_attention)[0],
+    )
 
 
-def _checked_densely(
-    config: SparseBalanceConfig,
+def _compared(
+    attend: Callable[..., tuple[Tensor, Tensor]],
     inputs: Sequence[Tensor],
-    right: Sequence[Tensor],
-    layout: PackedLayout,
-) -> tuple[str, dict[str, float]]:
-    """The kernel of whole documents, and its errors."""
-    q_THD, k_TGD, v_TGF, dout_THF = (x.to(layout.block_T.device, copy=True) for x in inputs)
-    named = config.dense_attention
-    if not attends_densely(q_THD, v_TGF, layout, config.attention, named):
-        return "lists", {}
-    qkv = q_THD.requires_grad_(), k_TGD.requires_grad_(), v_TGF.requires_grad_()
-
-    def attended() -> list[Tensor]:
-        softmax_scale = q_THD.shape[-1] ** -0.5
-        outputs = dense_attention(*qkv, layout, softmax_scale=softmax_scale, kernel=named)
-        results = [*outputs, *torch.autograd.grad(outputs[0], qkv, dout_THF)]
-        return [x.detach() for x in results]
-
-    first = attended()
-    errors = _errors([x.cpu() for x in first], right, q_THD.dtype)
-    for _ in range(_REPEATS_OF_FLASH_ATTENTION if q_THD.is_cuda else 0):
-        if not all(error <= 1.0 for error in _errors(attended(), first, q_THD.dtype).values()):
+    selection: Selection,
+    device: torch.device,
+    *,
+    repeats: int,
+    bit_by_bit: bool,
+) -> dict[str, float]:
+    """Errors of results against the reference's in float64, which attends on the host to what
+    ``selection`` says, and "repeats" where one of more runs has others."""
+    trusted = partial(block_sparse_attention, selection=selection, implementation="reference")
+    right = next(_runs(trusted, [x.double() for x in inputs], "cpu"))
+    runs, dtype = _runs(attend, inputs, device), inputs[0].dtype
+    first = next(runs)
+    errors = _errors([x.cpu() for x in first], right, dtype)
+    for again in islice(runs, repeats):
+        same = all(error <= 1.0 for error in _errors(again, first, dtype).values())
+        if not (all(map(torch.equal, first, again)) if bit_by_bit else same):
             errors["repeats"] = torch.inf
-    name, _ = dense_kernel(q_THD, v_TGF, layout, named)
-    return name, {f"dense {result}": error for result, error in errors.items()}
+    return errors
+
+
+def _runs(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    inputs: Sequence[Tensor],
+    device: torch.device | str,
+) -> Iterator[list[Tensor]]:
+    """out, lse, dq, dk and dv, of one run after the other."""
+    q_THD, k_TGD, v_TGF, dout_THF = (x.to(device, copy=True) for x in inputs)
+    qkv = q_THD.requires_grad_(), k_TGD.requires_grad_(), v_TGF.requires_grad_()
+    while True:
+        outputs = attend(*qkv, softmax_scale=q_THD.shape[-1] ** -0.5)
+        results = [*outputs, *torch.autograd.grad(outputs[0], qkv, dout_THF)]
+        yield [x.detach() for x in results]
 
 
 def _errors(
@@ -164,19 +187,3 @@ def _routed(
         for x, counts in [(entries_QCK, counts_QC), *([columns] if columns else [])]
     ]
     return selection, torch.cat(cut, -1), selector.coverage(ranking).cpu()
-
-
-def _attended(
-    config: SparseBalanceConfig, inputs: Sequence[Tensor], lists: Selection, layout: PackedLayout
-) -> tuple[str, list[Tensor]]:
-    """Name of the implementation, and out, lse, dq, dk, dv on the host."""
-    q_THD, k_TGD, v_TGF, dout_THF = (x.to(layout.block_T.device, copy=True) for x in inputs)
-    there = lists.with_tensors([x.to(q_THD.device) for x in lists.tensors()])
-    there = replace(there, query_layout=layout, kv_layout=layout)
-    qkv = q_THD.requires_grad_(), k_TGD.requires_grad_(), v_TGF.requires_grad_()
-    kernel: Any = checked_kernel(*qkv, there, config.attention)
-    outputs = block_sparse_attention(
-        *(*qkv, there), softmax_scale=q_THD.shape[-1] ** -0.5, implementation=config.attention
-    )
-    results = [*outputs, *torch.autograd.grad(outputs[0], qkv, dout_THF)]
-    return kernel.__name__.rpartition(".")[2], [x.detach().cpu() for x in results]

@@ -43,12 +43,12 @@ TAKES_FLAGS_AFTER_DASHES = frozenset({"convert", "plan", "profile", "sensitivity
 class HelpFormatter(argparse.HelpFormatter):
     """Ends the help of a flag with its default, unless the help already speaks of one.
 
-    Switches and flags whose default is None, which every such flag explains itself, get no ending.
+    Switches, and flags whose default is None or empty, which they explain themselves, get none.
     """
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = action.help or ""
-        says_nothing = action.default in (None, False, argparse.SUPPRESS)
+        says_nothing = action.default in (None, False, (), [], argparse.SUPPRESS)
         if says_nothing or not action.option_strings or "default:" in text:
             return action.help
         return f"{text} (default: %(default)s)".lstrip()
@@ -77,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The chosen subcommand's flags, with ``command`` and ``passed_on``. Exits on wrong usage."""
-    own, passed_on = _split_at_dashes(list(argv))
+    words = [*argv, "--"]
+    end = words.index("--")
+    own, passed_on = words[:end], words[end + 1 : -1]
     chosen = next((word for word in own if not word.startswith("-")), None)
     parser = _Parser(
         prog="sparse-balance",
@@ -94,6 +96,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if name == chosen:
             _module(name).add_flags(subparser)
             flags = subparser._option_string_actions
+            if name in TAKES_FLAGS_AFTER_DASHES:
+                usage = subparser.format_usage().removeprefix("usage: ").rstrip()
+                subparser.usage = f"{usage} -- <flags of training>"
     for word in own:
         # argparse of Python 3.12 ends in a traceback at a value of dashes.
         if "\0" in word or word.endswith("=--"):
@@ -119,9 +124,3 @@ def parser_of(command: str) -> argparse.ArgumentParser:
 
 def _module(command: str) -> Any:
     return importlib.import_module(f"{__name__}.{command.replace('-', '_')}")
-
-
-def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Words before and after the first ``--``."""
-    position = argv.index("--") if "--" in argv else len(argv)
-    return argv[:position], argv[position + 1 :]

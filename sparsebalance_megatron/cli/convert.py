@@ -11,9 +11,8 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsebalance_megatron.cli import HelpFormatter
 from sparsebalance_megatron.cli.output import OutputError
@@ -108,12 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_output(output: Path) -> None:
-    try:
-        unusable = output.is_symlink() and not output.exists()
-        if unusable or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
-            raise ConfigError(f"--output {output}: not an empty directory; choose another")
-    except OSError as error:
-        raise OutputError(f"--output {output}: {error.strerror}") from error
+    unusable = output.is_symlink() and not output.exists()
+    if unusable or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
+        raise ConfigError(f"--output {output}: not an empty directory; choose another")
 
 
 @contextmanager
@@ -147,8 +143,6 @@ def _print_flags(arguments: argparse.Namespace, model: "Decoder") -> None:
 
 def _from_hf_to_megatron(arguments: argparse.Namespace, model: "Decoder") -> None:
     """Write a Megatron checkpoint from a Hugging Face directory; print counts and flags."""
-    from tqdm import tqdm
-
     from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
     from sparsebalance_megatron.convert.megatron_model import model_arrays
     from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
@@ -158,8 +152,7 @@ def _from_hf_to_megatron(arguments: argparse.Namespace, model: "Decoder") -> Non
         files.check_matches(parameters(model), spare=(OUTPUT,) if model.tie_word_embeddings else ())
         args, megatron_model = _built(model, arguments.passed_on, files.common_dtype())
         targets = dict(megatron_model.named_parameters())
-        progress = partial(tqdm, desc="convert", unit="parameter", disable=None)
-        counts = read_weights(files, targets, model, progress)
+        counts = read_weights(files, targets, model)
     flags = model_arrays(model, args, arguments.hf_dir)
     with _whole_directory(arguments.output) as unfinished:
         with redirect_stdout(io.StringIO()):
@@ -175,6 +168,7 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: "Decoder") -> Non
 
     from sparsebalance_megatron.convert import megatron_model as of_megatron
     from sparsebalance_megatron.convert.transfer import copy_companions, write_weights
+    from sparsebalance_megatron.evaluate.settings import KEY
     from sparsebalance_megatron.megatron.saved_model import SavedModel
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
@@ -191,18 +185,20 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: "Decoder") -> Non
     args, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):
         values = saved.load(megatron_model)
+    settings = None
+    # A release, which from-hf writes, was not trained: config.json stays as it is.
+    own_keys: dict[str, Any] = {}
     if saved.arguments is not None:
         of_megatron.check_trained(saved.arguments, args)
-    settings = of_megatron.trained_settings(saved.arguments)
+        settings = of_megatron.trained_settings(saved.arguments)
+        if saved.path.name != "release":
+            own_keys = {KEY: None if settings is None else settings.as_config()}
     if settings is not None:
         # What would be replaced must be what training can follow, as in from-hf.
         of_megatron.read_settings(arguments.hf_config, model)
     with _whole_directory(arguments.output) as unfinished:
         counts = write_weights(unfinished, values, model, dtype)
-        copied = copy_companions(arguments.hf_config, unfinished, dtype)
-        # A release, which from-hf writes, was not trained: config.json stays as it is.
-        if saved.arguments is not None and saved.path.name != "release":
-            of_megatron.write_settings(unfinished, settings)
+        copied = copy_companions(arguments.hf_config, unfinished, dtype, own_keys)
     print(f"{arguments.output}: {counts.describe(dtype)}")
     print(f"vocabulary: {model.vocab_size} rows, {counts.padding_rows} rows of padding dropped")
     print(f"copied from {arguments.hf_config}: {', '.join(copied)}")

@@ -21,7 +21,7 @@ from sparsebalance_megatron.log.files import LogDirectory
 from sparsebalance_megatron.megatron.compat import megatron_version
 from sparsebalance_megatron.megatron.kernel_check import check_kernels
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.predict.workload import STEPS
+from sparsebalance_megatron.predict.workload import STEPS, Workload
 from sparsebalance_megatron.run.described_job import described_job
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
 from sparsebalance_megatron.text_table import shown_ms, terminal_columns, text_table, wrapped
@@ -50,16 +50,21 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
     with without_warnings():
         inputs = read_inputs(settings, config, job.device_type)
     if on_cpu:
-        what = config, settings.host_job.shape, settings.dtype, torch.device("cpu")
-        check_kernels(*what)
+        check_kernels(config, settings.host_job.shape, settings.dtype, torch.device("cpu"))
     else:
         unchecked.append("attention kernels")
     scheduler = inputs.scheduler()
     first = scheduler.planned(0)
     print("\n".join(describe(job.args, inputs, first, unchecked)), flush=True)
-    workload = inputs.workload(STEPS)
+
+    def with_flags(flags: str) -> Workload:
+        return described_job([*argv, *flags.split()], ranks, on_cpu=on_cpu).workload(
+            None, "", STEPS
+        )
+
     comparison, lines = predicted(
-        workload, f"of training with seed {settings.seed}", terminal_columns()
+        *(inputs.workload(STEPS), f"of training with seed {settings.seed}", terminal_columns()),
+        with_flags=with_flags,
     )
     given = comparison.given.outcome
     assert given is not None
@@ -86,14 +91,13 @@ def describe(
     layers = [sum(len(chunk) for chunk in stage) for stage in job.stage_layers]
     batching, asked = planned.plan.batching, inputs.config.batching
     chosen = "" if batching == asked else f", the fastest of the placements that {asked} tries"
+    coverage = "unknown before the first step, which therefore runs at base budgets"
+    if expected.coverage_mean is not None:
+        coverage = f"mean {expected.coverage_mean:.3f}, least {expected.coverage_min:.3f}"
     budgets = [
         f"budgets, relative to fixed ones: {expected.work_ratio:.1%}",
-        "coverage: unknown before the first step, which therefore runs at base budgets",
+        f"coverage: {coverage}",
     ]
-    if expected.coverage_mean is not None:
-        budgets[1] = (
-            f"coverage: mean {expected.coverage_mean:.3f}, least {expected.coverage_min:.3f}"
-        )
     least_ms = expected.lower_bound_ms
     is_dense = bool(inputs.plan_settings.dense_L(job.layers).all())
     return [
@@ -144,38 +148,31 @@ def _positions(args: Namespace) -> tuple[str, ...]:
 
 
 def _micro_batches(planned: PlannedStep, is_dense: bool = False) -> list[str]:
-    """A table of all micro-batches, or of many the ranks: the slowest and the fastest."""
-    rows = _rows(planned)
-    if is_dense:
-        rows = [{name: row[name] for name in row if name not in _OF_BUDGETS} for row in rows]
-    left_out, half = len(rows) - _MOST_RANKS, _MOST_RANKS // 2
-    if "micro-batch" in rows[0] or left_out <= 0:
-        return text_table(rows)
-    return [
-        *text_table([*rows[:half], *rows[-half:]]),
-        f"(slowest ranks first; {left_out} ranks between the {half} slowest and the {half} fastest "
-        "are left out)",
-    ]
-
-
-def _rows(planned: PlannedStep) -> list[dict[str, str]]:
-    """One per micro-batch, or of many one per rank, slowest first, of a shared one its share; times
-    are forward and backward summed over all stages."""
-    plan, ms_RM = planned.plan, planned.times_2RPVM.sum(axis=(0, 2, 3))
+    """A table of all micro-batches, or of many the slowest and the fastest ranks, of a shared one
+    their share; times are forward and backward summed over all stages."""
+    plan, ms_RM, remark = planned.plan, planned.times_2RPVM.sum(axis=(0, 2, 3)), []
     rows = []
     if len(plan.micro_batches) <= _MOST_MICRO_BATCHES:
         for each in plan.micro_batches:
             last = f"-{each.rank + each.cp_size - 1}" if each.cp_size > 1 else ""
             cells = _cells([each], each.tokens, ms_RM[each.rank, each.position], planned)
-            place = {"rank": f"{each.rank}{last}", "micro-batch": str(each.position)}
-            rows.append(place | cells)
-        return rows
-    rank_ms_R, tokens_R = ms_RM.sum(axis=1), plan.rank_tokens_RM().sum(axis=1)
-    for rank in np.argsort(-rank_ms_R, kind="stable").tolist():
-        own = plan.for_rank(rank).micro_batches
-        cells = _cells(own, round(tokens_R[rank]), rank_ms_R[rank], planned)
-        rows.append({"rank": str(rank), "micro-batches": str(len(own)), **cells})
-    return rows
+            rows.append({"rank": f"{each.rank}{last}", "micro-batch": str(each.position), **cells})
+    else:
+        rank_ms_R, tokens_R = ms_RM.sum(axis=1), plan.rank_tokens_RM().sum(axis=1)
+        slowest_first, half = np.argsort(-rank_ms_R, kind="stable").tolist(), _MOST_RANKS // 2
+        if (left_out := len(slowest_first) - _MOST_RANKS) > 0:
+            del slowest_first[half:-half]
+            remark = [
+                f"(slowest ranks first; {left_out} ranks between the {half} slowest and the {half} "
+                "fastest are left out)"
+            ]
+        for rank in slowest_first:
+            own = plan.for_rank(rank).micro_batches
+            cells = _cells(own, round(tokens_R[rank]), rank_ms_R[rank], planned)
+            rows.append({"rank": str(rank), "micro-batches": str(len(own)), **cells})
+    if is_dense:
+        rows = [{name: row[name] for name in row if name not in _OF_BUDGETS} for row in rows]
+    return [*text_table(rows), *remark]
 
 
 def _cells(

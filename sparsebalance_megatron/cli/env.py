@@ -42,7 +42,8 @@ def run(arguments: Namespace) -> int:
     print(f"megatron {megatron}: {problem or f'supported, in {folder}'}")
     import torch
 
-    verdict = "supported" if supported.is_supported("torch", torch.__version__) else "NOT supported"
+    is_supported = supported.is_within(torch.__version__, supported.RANGES["torch"])
+    verdict = "supported" if is_supported else "NOT supported"
     print(f"torch {torch.__version__}: {verdict}, for CUDA {torch.version.cuda}")
     for index in range(torch.cuda.device_count()):
         print(f"cuda:{index} {torch.cuda.get_device_properties(index)}")

@@ -14,11 +14,9 @@ from typing import Any
 from sparsebalance_megatron.json_file import refuse_same_file
 from sparsebalance_megatron.text_table import terminal_columns, wrapped
 
-NOTES_SHOWN = 8
-
 
 class OutputError(ValueError):
-    """A package to show something with is missing, or a file cannot be written."""
+    """A file cannot be written."""
 
 
 def print_json(document: Mapping[str, Any]) -> None:
@@ -28,13 +26,6 @@ def print_json(document: Mapping[str, Any]) -> None:
 def print_wrapped(sentences: Sequence[str]) -> None:
     for sentence in sentences:
         print("\n".join(wrapped(sentence, terminal_columns())))
-
-
-def print_notes(notes: Sequence[str]) -> None:
-    for note in notes[:NOTES_SHOWN]:
-        print(f"note: {note}")
-    if len(notes) > NOTES_SHOWN:
-        print(f"note: {len(notes) - NOTES_SHOWN} more like these")
 
 
 @contextmanager

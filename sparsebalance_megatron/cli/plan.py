@@ -22,7 +22,7 @@ from sparsebalance_megatron.predict.comparison import (
     ROWS,
     Comparison,
     TableRow,
-    compare_layouts,
+    compare,
 )
 from sparsebalance_megatron.predict.workload import (
     STEPS,
@@ -104,7 +104,9 @@ def run(arguments: Namespace) -> int:
         document, lines = _compared_layouts(job, choices, explain=arguments.explain)
     else:
         comparison, lines = predicted(
-            job.workload(), job.order, terminal_columns(), explain=arguments.explain
+            *(job.workload(), job.order, terminal_columns()),
+            with_flags=lambda flags: job.workload(flags.split()),
+            explain=arguments.explain,
         )
         document = _json(comparison) | {"flags": job.flags}
     if arguments.json:
@@ -250,7 +252,7 @@ def _compared_layouts(
     bar.close()
     if not rows:
         raise WorkloadError(f"--vary: no row makes a job: {next(iter(refused.values()))}")
-    found = compare_layouts(rows)
+    found = compare(rows)
     refused |= {shlex.join(words_of[names]): why for names, why in found.refused.items()}
     fastest, dense = (words_of[row.names] for row in (found.given, found.dense))
     dense_flags, way = [*job.flags, *dense], found.dense.names[-1]

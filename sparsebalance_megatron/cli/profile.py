@@ -5,17 +5,9 @@ import argparse
 import os
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from sparsebalance_megatron.cli.output import check_writable, write_text
 from sparsebalance_megatron.config import ConfigError
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from sparsebalance_megatron.cost.model import CostModel
-    from sparsebalance_megatron.cost.parts import Direction, Part
-    from sparsebalance_megatron.cost.table import CostTable
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +16,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--sparse-balance-cost-table. Everything after -- is what training gets: Megatron's flags "
         "and --sparse-balance-*. Started by torchrun on 2, 4, ... ranks, it also measures what it "
         "takes that so many share a sequence."
-    )
-    parser.usage = (
-        "sparse-balance profile -o TABLE.json [--quick] [--check] [--threads N] "
-        "-- <flags of training>"
     )
     parser.add_argument(
         "-o", "--output", required=True, type=Path, metavar="TABLE.json", help="file to write"
@@ -57,8 +45,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(arguments.output)
     # Torch and Megatron take seconds, which neither --help nor a wrong flag should cost.
     import torch
+    from numpy import quantile
     from tqdm import tqdm
 
+    from sparsebalance_megatron.cost.exchange import gigabytes_per_second
     from sparsebalance_megatron.cost.fit import fit_cost_model, fit_errors, held_out_errors
     from sparsebalance_megatron.profile.cells import FULL, QUICK
     from sparsebalance_megatron.profile.profile import profile
@@ -76,29 +66,19 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{arguments.output}: {len(table.rows)} measurements")
     model = fit_cost_model(table)
     if table.exchanges:
-        print(_exchange_report(table, model))
-    print(_report("the fitted cost model", fit_errors(model, table)))
+        received = gigabytes_per_second(model.exchange.ms_per_byte)
+        for width, slowness in model.exchange.cp_size_slowness:
+            each = f"{received / slowness:.3g} GB/s"
+            print(f"sequences shared by {width} ranks: each receives {each}")
+    reports = {"the fitted cost model": fit_errors(model, table)}
     if arguments.check:
-        print(_report("the cost model on rows left out of the fit", held_out_errors(table)))
+        reports["the cost model on rows left out of the fit"] = held_out_errors(table)
+    for what, errors in reports.items():
+        print(f"relative error of {what}:")
+        for (part, direction), of_rows in errors.items():
+            median, p95 = quantile(of_rows, [0.5, 0.95])
+            print(
+                f"  {part:<10} {direction:<9} median {median:6.1%}  p95 {p95:6.1%}  "
+                f"of {len(of_rows)} rows"
+            )
     return 0
-
-
-def _exchange_report(table: "CostTable", model: "CostModel") -> str:
-    from sparsebalance_megatron.cost.exchange import gigabytes_per_second
-
-    received = gigabytes_per_second(model.exchange.ms_per_byte)
-    return "\n".join(
-        f"sequences shared by {width} ranks: each receives {received / slowness:.3g} GB/s"
-        for width, slowness in model.exchange.cp_size_slowness
-    )
-
-
-def _report(what: str, errors: "dict[tuple[Part, Direction], np.ndarray]") -> str:
-    from numpy import quantile
-
-    lines = [f"relative error of {what}:"]
-    for (part, direction), of_rows in errors.items():
-        median, p95 = quantile(of_rows, [0.5, 0.95])
-        figures = f"median {median:6.1%}  p95 {p95:6.1%}  of {len(of_rows)} rows"
-        lines.append(f"  {part:<10} {direction:<9} {figures}")
-    return "\n".join(lines)

@@ -15,10 +15,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "for --sparse-balance-sensitivity. Everything after -- is what training gets, --load with "
         "the weights included; start it by torchrun as training is."
     )
-    parser.usage = (
-        "sparse-balance sensitivity -o SENSITIVITY.json [--samples N] [--check] -- "
-        "<flags of training>"
-    )
     parser.add_argument(
         "-o", "--output", required=True, type=Path, metavar="SENSITIVITY.json", help="file to write"
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from sparsebalance_megatron.cli.output import (
-    print_notes,
     print_wrapped,
     refuse_output_over_logs,
     write_text,
@@ -26,6 +25,8 @@ from sparsebalance_megatron.view.report.numbers import (
     compare_beside,
 )
 from sparsebalance_megatron.view.report.run_report import picture_of_both
+
+_NOTES_SHOWN = 8
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -117,4 +118,6 @@ def show(
     rows = words.numbers_table(numbers, beside, every=every)
     print(*text_table(rows, columns=terminal_columns()), sep="\n")
     print_wrapped(words.settings_that_differ(numbers, beside))
-    print_notes(notes)
+    shown, left_out = notes[:_NOTES_SHOWN], len(notes) - _NOTES_SHOWN
+    shown = [*shown, f"{left_out} more like these"] if left_out > 0 else shown
+    print(*(f"note: {note}\n" for note in shown), sep="", end="")

@@ -3,7 +3,7 @@
 
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 
@@ -48,10 +48,10 @@ def run(arguments: Namespace) -> int:
 _RECENT_STEPS = 10
 """What is said of devices and times looks at so many: single steps are noisy."""
 _BAR_CHARACTERS, _COLUMNS = 6, 80
-_ROW = "{:>15} {:>9} {:>8} {:>7} {:>8} {:>9} {:>7} {:>6} {}"
-_HEADINGS = _ROW.format(
-    *("iteration", "step, ms", "tokens/s", "loss", "coverage", "imbalance", "waiting", "to go", "")
-).rstrip()
+_WIDTHS = {
+    **{"iteration": 13, "step, ms": 9, "tokens/s": 8, "loss": 7, "coverage": 8, "imbalance": 9},
+    **{"waiting": 7, "to go": 5, "": 1},
+}
 _LEGEND = (
     "tokens/s: a GPU; imbalance: max/mean of what ranks compute;\n"
     "waiting: share of the step, the dots of the bar; to go: minutes"
@@ -75,23 +75,23 @@ class Watch:
             if self._is_new("no step"):
                 yield f"{self.directory}: no step is logged yet"
             return
-        iterations = log.header.iterations if log.header else None
-        last, shown, recent = log.steps[-1].iteration, self._iteration, log.steps[-_RECENT_STEPS:]
-        if shown is None:
-            yield from wrapped(lockstep_notice(log.lockstep_ranks) or "", columns=_COLUMNS)
-            yield from (_LEGEND, _without_coverage(_HEADINGS, log.header))
+        header, last, shown = log.header, log.steps[-1].iteration, self._iteration
+        recent = log.steps[-_RECENT_STEPS:]
         recent_ms = [step.iteration_ms for step in recent if step.iteration_ms]
         typical_ms = median(recent_ms) if recent_ms else None
+        if shown is None:
+            lockstep_ranks = header.job.lockstep_ranks if header else 1
+            yield from wrapped(lockstep_notice(lockstep_ranks) or "", columns=_COLUMNS)
+            yield from (_LEGEND, _line({name: name for name in step_cells(recent[-1], header)}))
         new = [step for step in log.steps if shown is not None and step.iteration > shown]
-        for step in new or (log.steps[-1:] if last != shown else ()):
-            row = step_row(step, typical_ms, iterations, tokens_per_second([step], log.header))
-            yield _without_coverage(row, log.header)
+        for step in new or (recent[-1:] if last != shown else ()):
+            yield _line(step_cells(step, header, typical_ms))
         self._iteration = last
         if (slowest := slowest_device(recent)) and self._is_new(slowest[0]):
             yield slowest_text(*slowest, read_rank_logs(self.directory))
-        self.ended = iterations is not None and last >= iterations
-        if self.ended:
-            yield f"{last} of {iterations}, ended"
+        if header and header.iterations is not None and last >= header.iterations:
+            self.ended = True
+            yield f"{last} of {header.iterations}, ended"
 
     def _is_new(self, what: object) -> bool:
         is_new = what not in self._said
@@ -99,41 +99,40 @@ class Watch:
         return is_new
 
 
-def _without_coverage(row: str, header: RunHeader | None) -> str:
-    """A row as it is, or of dense attention, which reads everything, without that column."""
-    first, end = _COVERAGE_COLUMN
-    return row[:first] + row[end:] if header and is_dense(header.config) else row
-
-
-_COVERAGE_COLUMN = 42, 51
-
-
-def step_row(
-    step: StepRecord, typical_ms: float | None, iterations: int | None, speed: float | None
-) -> str:
-    """A step in at most 80 characters; ``typical_ms`` is of recent steps, ``iterations`` of the
-    whole run, ``speed`` in tokens a second."""
-    figures, split, left, bar = step.figures, split_time([step]), "", ""
+def step_cells(
+    step: StepRecord, header: RunHeader | None, typical_ms: float | None = None
+) -> dict[str, str]:
+    """A step's cells by their headings; ``typical_ms``: of recent steps. Dense attention, which
+    reads everything, has no coverage."""
+    split, iteration, left, bar = split_time([step]), str(step.iteration), "", ""
     waiting = split.waiting_ms / split.step_ms if split else None
     if waiting is not None:
         dots = round(waiting * _BAR_CHARACTERS)
         bar = "#" * (_BAR_CHARACTERS - dots) + "." * dots
-    if iterations is not None and typical_ms is not None:
-        left = f"{max(0, iterations - step.iteration) * typical_ms / 60e3:,.0f}"
-    row = _ROW.format(
-        step.iteration if iterations is None else f"{step.iteration} of {iterations}",
-        _cell(step.iteration_ms, shown_ms),
-        _cell(speed, "{:,.0f}".format),
-        _cell(step.lm_loss, "{:.4g}".format),
-        _cell(figures.coverage, "{:.3f}".format),
-        _cell(figures.imbalance, "{:.2f}".format),
-        _cell(waiting, "{:.0%}".format),
-        left,
-        bar,
-    )
-    # The bar gives way to wide numbers.
-    return row[:_COLUMNS].rstrip()
+    if header and header.iterations is not None:
+        iteration += f" of {header.iterations}"
+        if typical_ms is not None:
+            left = f"{max(0, header.iterations - step.iteration) * typical_ms / 60e3:,.0f}"
+    cells = {
+        "iteration": iteration,
+        "step, ms": _shown(step.iteration_ms, shown_ms),
+        "tokens/s": _shown(tokens_per_second([step], header), "{:,.0f}".format),
+        "loss": _shown(step.lm_loss, "{:.4g}".format),
+        "coverage": _shown(step.figures.coverage, "{:.3f}".format),
+        "imbalance": _shown(step.figures.imbalance, "{:.2f}".format),
+        "waiting": _shown(waiting, "{:.0%}".format),
+        "to go": left,
+        "": bar,
+    }
+    if header and is_dense(header.config):
+        del cells["coverage"]
+    return cells
 
 
-def _cell(value: float | None, layout: Callable[[float], str]) -> str:
+def _line(cells: Mapping[str, str]) -> str:
+    """A row in at most 80 characters: the bar gives way to wide numbers."""
+    return " ".join(text.rjust(_WIDTHS[name]) for name, text in cells.items())[:_COLUMNS].rstrip()
+
+
+def _shown(value: float | None, layout: Callable[[float], str]) -> str:
     return "-" if value is None else layout(value)

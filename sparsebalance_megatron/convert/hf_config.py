@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from sparsebalance_megatron.errors import ConvertError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked, read_json, without_nulls
@@ -25,9 +25,6 @@ _LLAMA3_CONSTANTS = {
     "original_max_position_embeddings": 8192,
 }
 """What Megatron's RotaryEmbedding has built in."""
-
-_HEAD_DIM_OF_QWEN3 = 128
-"""Where absent; in the other families hidden_size decides."""
 
 _LARGEST = 2**24
 _MOST_LAYERS = 2**12
@@ -120,8 +117,8 @@ class Decoder(Struct, kw_only=True):
     rms_norm_eps: _Epsilon = 1e-6
     attention_dropout: _Share = 0.0
     rope_theta: _Whole = 10000
-    rope_parameters: Rope | None = None
-    rope_scaling: Rope | None = None
+    rope_parameters: Rope = field(default_factory=Rope)
+    rope_scaling: Rope = field(default_factory=Rope)
     partial_rotary_factor: _AllHeads = 1
     tie_word_embeddings: bool = False
     dtype: _Dtype | None = None
@@ -153,7 +150,8 @@ class Decoder(Struct, kw_only=True):
                 f"num_attention_heads {self.num_attention_heads}"
             )
         if not self.head_dim and self.model_type == "qwen3":
-            self.head_dim = _HEAD_DIM_OF_QWEN3
+            # In the other families hidden_size decides.
+            self.head_dim = 128
         if not self.head_dim:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -176,7 +174,7 @@ class Decoder(Struct, kw_only=True):
             shown = "absent means 4096 tokens" if window is UNSET else f"is {window}"
             raise ValueError(f"sliding_window {shown}: not supported; must be null")
         self._check_experts()
-        self.rope_parameters = self._complete_rope()
+        self._check_rope()
 
     def _check_experts(self) -> None:
         if self.num_experts and self.num_local_experts not in (0, self.num_experts):
@@ -213,21 +211,20 @@ class Decoder(Struct, kw_only=True):
         if not any(self.expert_layers):
             raise ValueError("mlp_only_layers, decoder_sparse_step: no layer has experts")
 
-    def _complete_rope(self) -> Rope:
-        keys: tuple[str, ...] = ("rope_parameters", "rope_scaling")
-        keys = tuple(key for key in keys if getattr(self, key) not in (None, Rope())) or keys[:1]
-        ropes = [getattr(self, key) or Rope() for key in keys]
-        for key, rope in zip(keys, ropes, strict=True):
+    def _check_rope(self) -> None:
+        given = {"rope_parameters": self.rope_parameters, "rope_scaling": self.rope_scaling}
+        given = {key: rope for key, rope in given.items() if rope != Rope()}
+        self.rope_parameters = next(iter(given.values()), self.rope_parameters)
+        for key, rope in (given or {"rope_parameters": self.rope_parameters}).items():
             try:
                 rope.complete(self.rope_theta, self.max_position_embeddings)
             except ValueError as error:
                 raise ValueError(f"{key}.{error}") from error
-        if ropes[0] != ropes[-1]:
+        if any(rope != self.rope_parameters for rope in given.values()):
             raise ValueError(
-                f"rope_scaling ({ropes[1].describe()}) contradicts rope_parameters "
-                f"({ropes[0].describe()}): keep one, with rope_theta in it"
+                f"rope_scaling ({self.rope_scaling.describe()}) contradicts rope_parameters "
+                f"({self.rope_parameters.describe()}): keep one, with rope_theta in it"
             )
-        return ropes[0]
 
     @property
     def expert_layers(self) -> tuple[bool, ...]:
@@ -238,11 +235,6 @@ class Decoder(Struct, kw_only=True):
             and (layer + 1) % self.decoder_sparse_step == 0
             for layer in range(self.num_hidden_layers)
         )
-
-    @property
-    def rope(self) -> Rope:
-        assert self.rope_parameters is not None
-        return self.rope_parameters
 
     @property
     def has_qkv_bias(self) -> bool:

@@ -9,7 +9,7 @@ is named: weights [.., hidden] and biases [..] are packed alike.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,9 +20,6 @@ from sparsebalance_megatron.convert.hf_config import Decoder
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
-
-_RECOMPUTED = re.compile(r".*\.rotary_emb\.inv_freq")
-"""Tensors of old checkpoints that follow from config.json."""
 
 _FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up|down)_proj")
 
@@ -58,69 +55,52 @@ def parameters(model: Decoder) -> tuple[Parameter, ...]:
     return (embedding, *layers, norm, *(() if model.tie_word_embeddings else (output,)))
 
 
-def _layer(model: Decoder, layer: int) -> list[Parameter]:
-    hidden = model.hidden_size
-    q_rows = model.num_attention_heads * model.head_dim
-    kv_rows = model.num_key_value_heads * model.head_dim
+def _layer(model: Decoder, layer: int) -> Iterator[Parameter]:
+    hidden, head_dim = model.hidden_size, model.head_dim
+    q_rows, kv_rows = model.num_attention_heads * head_dim, model.num_key_value_heads * head_dim
     target, source = f"decoder.layers.{layer}", f"model.layers.{layer}"
-    qkv_rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
 
-    def qkv(kind: str, *rest: int) -> Parameter:
+    def same(ours: str, theirs: str, *shape: int) -> Parameter:
         return Parameter(
+            name=f"{target}.{ours}.weight", sources={f"{source}.{theirs}.weight": shape}
+        )
+
+    yield same("input_layernorm", "input_layernorm", hidden)
+    yield same("self_attention.linear_proj", "self_attn.o_proj", hidden, q_rows)
+    yield same("pre_mlp_layernorm", "post_attention_layernorm", hidden)
+    if model.has_qk_norm:
+        for head in ("q", "k"):
+            yield same(f"self_attention.{head}_layernorm", f"self_attn.{head}_norm", head_dim)
+    for kind in ("weight", "bias") if model.has_qkv_bias else ("weight",):
+        rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+        yield Parameter(
             name=f"{target}.self_attention.linear_qkv.{kind}",
             sources={
-                f"{source}.self_attn.{name}_proj.{kind}": (rows, *rest)
-                for name, rows in qkv_rows.items()
+                f"{source}.self_attn.{head}_proj.{kind}": (
+                    (rows[head], hidden) if kind == "weight" else (rows[head],)
+                )
+                for head in rows
             },
             packing="qkv",
         )
-
-    same: dict[str, tuple[str, tuple[int, ...]]] = {
-        "input_layernorm": ("input_layernorm", (hidden,)),
-        "self_attention.linear_proj": ("self_attn.o_proj", (hidden, q_rows)),
-        "pre_mlp_layernorm": ("post_attention_layernorm", (hidden,)),
-    }
-    if model.has_qk_norm:
-        for kind in ("q", "k"):
-            norm = (f"self_attn.{kind}_norm", (model.head_dim,))
-            same[f"self_attention.{kind}_layernorm"] = norm
+    columns, mlps = model.intermediate_size, {"mlp": "mlp"}
     if model.expert_layers[layer]:
-        same["mlp.router"] = ("mlp.gate", (model.num_experts, hidden))
+        yield same("mlp.router", "mlp.gate", model.num_experts, hidden)
         columns = model.moe_intermediate_size
         mlps = {
-            f"{target}.mlp.experts.local_experts.{expert}": f"{source}.mlp.experts.{expert}"
+            f"mlp.experts.local_experts.{expert}": f"mlp.experts.{expert}"
             for expert in range(model.num_experts)
         }
-    else:
-        columns = model.intermediate_size
-        mlps = {f"{target}.mlp": f"{source}.mlp"}
-    return [
-        *(
-            Parameter(name=f"{target}.{ours}.weight", sources={f"{source}.{theirs}.weight": shape})
-            for ours, (theirs, shape) in same.items()
-        ),
-        qkv("weight", hidden),
-        *([qkv("bias")] if model.has_qkv_bias else []),
-        *(
-            parameter
-            for ours, theirs in mlps.items()
-            for parameter in _swiglu(ours, theirs, hidden, columns)
-        ),
-    ]
-
-
-def _swiglu(target: str, source: str, hidden: int, columns: int) -> tuple[Parameter, ...]:
-    return (
-        Parameter(
-            name=f"{target}.linear_fc1.weight",
-            sources={f"{source}.{name}_proj.weight": (columns, hidden) for name in ("gate", "up")},
+    for ours, theirs in mlps.items():
+        yield Parameter(
+            name=f"{target}.{ours}.linear_fc1.weight",
+            sources={
+                f"{source}.{theirs}.{name}_proj.weight": (columns, hidden)
+                for name in ("gate", "up")
+            },
             packing="gate_up",
-        ),
-        Parameter(
-            name=f"{target}.linear_fc2.weight",
-            sources={f"{source}.down_proj.weight": (hidden, columns)},
-        ),
-    )
+        )
+        yield same(f"{ours}.linear_fc2", f"{theirs}.down_proj", hidden, columns)
 
 
 def to_megatron(
@@ -179,8 +159,8 @@ def unpack_qkv(qkv: Tensor, *, query_groups: int, head_dim: int) -> tuple[Tensor
 
 
 def is_recomputed(name: str) -> bool:
-    """Whether a tensor of Hugging Face follows from config.json."""
-    return _RECOMPUTED.fullmatch(name) is not None
+    """Whether a tensor of Hugging Face, of an old checkpoint, follows from config.json."""
+    return name.endswith(".rotary_emb.inv_freq")
 
 
 def experts_in(

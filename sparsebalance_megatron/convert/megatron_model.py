@@ -6,13 +6,13 @@ Import only after the CPU adapter has been installed.
 """
 
 import io
-import json
 import math
 import re
 import shlex
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,17 @@ _SAME_FUNCTION = re.compile(
 )
 """Settings of Megatron's models that change nothing of what a model computes from its weights."""
 
-_NOT_OF_THE_MODEL: "tuple[Flag, ...]" = (
+_NOT_OF_THE_MODEL = {
     # Megatron asks for them although nothing is trained.
-    ("--micro-batch-size", "1"),
-    ("--tokenizer-type", "NullTokenizer"),
-    ("--ckpt-format", "torch_dist"),
+    "--micro-batch-size": 1,
+    "--tokenizer-type": "NullTokenizer",
+    "--ckpt-format": "torch_dist",
     # Every value is read from a checkpoint.
-    ("--no-initialization",),
+    "--no-initialization": True,
     # A converted checkpoint has neither.
-    ("--no-save-optim",),
-    ("--no-save-rng",),
-)
+    "--no-save-optim": True,
+    "--no-save-rng": True,
+}
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -89,13 +89,16 @@ def parse_model_flags(model: Decoder, passed_on: Sequence[str], *, dtype: torch.
         ConfigError: if the user's flags contradict the model, or spread it over ranks.
         ConvertError: if Megatron cannot build the model with those flags.
     """
-    own = tuple(flag for flag in model_flags(model) if flag[0] != "--padded-vocab-size")
-    flags = words((*own, ("--seq-length", str(model.max_position_embeddings)), *_NOT_OF_THE_MODEL))
+    own = {"--padded-vocab-size": None, "--seq-length": model.max_position_embeddings}
+    flags = words(model_flags(model) | own | _NOT_OF_THE_MODEL)
     expected, args = _parse(flags), _parse((*flags, *passed_on))
-    for name in _ONE_PROCESS:
-        _refuse_flag(name, getattr(args, name), getattr(expected, name))
-    for difference in _differences(args, expected):
-        _refuse_flag(*difference)
+    ranks = ((name, getattr(args, name), getattr(expected, name)) for name in _ONE_PROCESS)
+    for name, given, fixed in chain(ranks, _differences(args, expected)):
+        if given != fixed:
+            raise ConfigError(
+                f"flags after -- make {name} {given}, config.json and a conversion in one process "
+                f"make it {fixed}; drop the flag"
+            )
     if args.padded_vocab_size is None:
         divisor = args.make_vocab_size_divisible_by
         args.padded_vocab_size = -(-model.vocab_size // divisor) * divisor
@@ -108,14 +111,6 @@ def parse_model_flags(model: Decoder, passed_on: Sequence[str], *, dtype: torch.
     with redirect_stdout(io.StringIO()):
         complete_flags(args, set_globals=False)
     return args
-
-
-def _refuse_flag(name: str, given: Any, fixed: Any) -> None:
-    if given != fixed:
-        raise ConfigError(
-            f"flags after -- make {name} {given}, config.json and a conversion in one process "
-            f"make it {fixed}; drop the flag"
-        )
 
 
 def _differences(args: Namespace, described: Namespace) -> Iterator[tuple[str, Any, Any]]:
@@ -182,11 +177,11 @@ def check_trained(trained: Namespace, described: Namespace) -> None:
         )
 
 
-Flag = tuple[str, ...]
-"""A flag and its values, as words of a command line."""
+Flags = dict[str, Any]
+"""Flag -> value: True for a flag that takes none, None or False for one that is not given."""
 
 
-def model_flags(model: Decoder, args: Namespace | None = None) -> tuple[Flag, ...]:
+def model_flags(model: Decoder, args: Namespace | None = None) -> Flags:
     """Flags of ``pretrain_gpt`` that build this model, its vocabulary padded as in ``args``.
 
     Without ``--padded-vocab-size`` Megatron would pad the size of the tokenizer, which is often
@@ -196,80 +191,75 @@ def model_flags(model: Decoder, args: Namespace | None = None) -> tuple[Flag, ..
     divisor, rows = math.gcd(model.vocab_size, 128), model.vocab_size
     if args is not None:
         divisor, rows = args.make_vocab_size_divisible_by, args.padded_vocab_size
-    flags: list[Flag] = [
-        ("--num-layers", str(model.num_hidden_layers)),
-        ("--hidden-size", str(model.hidden_size)),
-        ("--ffn-hidden-size", str(model.intermediate_size)),
-        ("--num-attention-heads", str(model.num_attention_heads)),
-        ("--group-query-attention",),
-        ("--num-query-groups", str(model.num_key_value_heads)),
-        ("--kv-channels", str(model.head_dim)),
-        ("--max-position-embeddings", str(model.max_position_embeddings)),
-        *_rope_flags(model.rope),
-        ("--normalization", "RMSNorm"),
-        ("--norm-epsilon", repr(model.rms_norm_eps)),
-        ("--swiglu",),
-        ("--disable-bias-linear",),
-        ("--attention-dropout", repr(model.attention_dropout)),
-        ("--hidden-dropout", "0.0"),
-        ("--vocab-size", str(model.vocab_size)),
-        ("--make-vocab-size-divisible-by", str(divisor)),
-        ("--padded-vocab-size", str(rows)),
-    ]
-    if model.has_qkv_bias:
-        flags.append(("--add-qkv-bias",))
-    if not model.tie_word_embeddings:
-        flags.append(("--untie-embeddings-and-output-weights",))
-    if model.has_qk_norm:
-        flags.append(("--qk-layernorm",))
-    if model.num_experts:
-        flags += _expert_flags(model)
-    return tuple(flags)
+    return {
+        "--num-layers": model.num_hidden_layers,
+        "--hidden-size": model.hidden_size,
+        "--ffn-hidden-size": model.intermediate_size,
+        "--num-attention-heads": model.num_attention_heads,
+        "--group-query-attention": True,
+        "--num-query-groups": model.num_key_value_heads,
+        "--kv-channels": model.head_dim,
+        "--max-position-embeddings": model.max_position_embeddings,
+        **_rope_flags(model.rope_parameters),
+        "--normalization": "RMSNorm",
+        "--norm-epsilon": model.rms_norm_eps,
+        "--swiglu": True,
+        "--disable-bias-linear": True,
+        "--attention-dropout": model.attention_dropout,
+        "--hidden-dropout": 0.0,
+        "--vocab-size": model.vocab_size,
+        "--make-vocab-size-divisible-by": divisor,
+        "--padded-vocab-size": rows,
+        "--add-qkv-bias": model.has_qkv_bias,
+        "--untie-embeddings-and-output-weights": not model.tie_word_embeddings,
+        "--qk-layernorm": model.has_qk_norm,
+        **(_expert_flags(model) if model.num_experts else {}),
+    }
 
 
-def _expert_flags(model: Decoder) -> list[Flag]:
-    flags: list[Flag] = [
-        ("--num-experts", str(model.num_experts)),
-        ("--moe-ffn-hidden-size", str(model.moe_intermediate_size)),
-        ("--moe-router-topk", str(model.num_experts_per_tok)),
+def _expert_flags(model: Decoder) -> Flags:
+    layers = ",".join(str(int(has)) for has in model.expert_layers)
+    return {
+        "--num-experts": model.num_experts,
+        "--moe-ffn-hidden-size": model.moe_intermediate_size,
+        "--moe-router-topk": model.num_experts_per_tok,
         # The dispatcher that takes packed sequences of any length.
-        ("--moe-token-dispatcher-type", "alltoall"),
-    ]
-    if not model.norm_topk_prob:
+        "--moe-token-dispatcher-type": "alltoall",
         # Weights of experts are shares of all experts; without it, of the chosen ones.
-        flags.append(("--moe-router-pre-softmax",))
-    if not all(model.expert_layers):
-        layers = ",".join(str(int(has)) for has in model.expert_layers)
-        flags.append(("--moe-layer-freq", f"[{layers}]"))
+        "--moe-router-pre-softmax": not model.norm_topk_prob,
+        "--moe-layer-freq": None if all(model.expert_layers) else f"[{layers}]",
+    }
+
+
+def _rope_flags(rope: Rope) -> Flags:
+    kind = "yarn" if rope.rope_type == "yarn" else "rope"
+    flags: Flags = {"--position-embedding-type": kind, "--rotary-base": f"{rope.rope_theta:.0f}"}
+    match rope.rope_type:
+        case "linear":
+            flags["--rotary-seq-len-interpolation-factor"] = f"{rope.factor:.0f}"
+        case "llama3":
+            flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": rope.factor}
+        case "yarn":
+            flags |= {
+                "--rotary-scaling-factor": rope.factor,
+                "--yarn-original-max-position-embeddings": rope.original_max_position_embeddings,
+                "--yarn-beta-fast": rope.beta_fast,
+                "--yarn-beta-slow": rope.beta_slow,
+                "--mscale": rope.mscale,
+                "--mscale-all-dim": rope.mscale_all_dim,
+            }
     return flags
 
 
-def _rope_flags(rope: Rope) -> tuple[Flag, ...]:
-    assert rope.rope_theta is not None, "complete"
-    kind = "yarn" if rope.rope_type == "yarn" else "rope"
-    base = (("--position-embedding-type", kind), ("--rotary-base", str(int(rope.rope_theta))))
-    match rope.rope_type:
-        case "linear":
-            assert rope.factor is not None
-            return (*base, ("--rotary-seq-len-interpolation-factor", str(int(rope.factor))))
-        case "llama3":
-            return (*base, ("--use-rope-scaling",), ("--rope-scaling-factor", repr(rope.factor)))
-        case "yarn":
-            positions = str(rope.original_max_position_embeddings)
-            return (
-                *base,
-                ("--rotary-scaling-factor", repr(rope.factor)),
-                ("--yarn-original-max-position-embeddings", positions),
-                ("--yarn-beta-fast", repr(rope.beta_fast)),
-                ("--yarn-beta-slow", repr(rope.beta_slow)),
-                ("--mscale", repr(rope.mscale)),
-                ("--mscale-all-dim", repr(rope.mscale_all_dim)),
-            )
-    return base
+def _words_of_each(flags: Flags) -> Iterator[tuple[str, ...]]:
+    for flag, value in flags.items():
+        if value is not None and value is not False:
+            yield (flag,) if value is True else (flag, *str(value).split())
 
 
-def words(flags: Sequence[Flag]) -> tuple[str, ...]:
-    return tuple(word for flag in flags for word in flag)
+def words(flags: Flags) -> tuple[str, ...]:
+    """Words of a command line."""
+    return tuple(chain.from_iterable(_words_of_each(flags)))
 
 
 def model_arrays(model: Decoder, args: Namespace, hf_dir: Path) -> str:
@@ -280,12 +270,14 @@ def model_arrays(model: Decoder, args: Namespace, hf_dir: Path) -> str:
         return text
     for name, value in _fields(settings).items():
         setattr(args, destination(name), value)
-    return text + bash_array("SPARSE_BALANCE_ARGS", _training_flags(settings))
+    # Flags of ``pretrain_gpt`` that continue training with this attention.
+    flags = {flag_name(name): value for name, value in _fields(settings).items()}
+    return text + bash_array("SPARSE_BALANCE_ARGS", flags)
 
 
-def bash_array(name: str, flags: Sequence[Flag]) -> str:
+def bash_array(name: str, flags: Flags) -> str:
     """``name=( .. )``, one flag per line, for a script to source."""
-    lines = (f"    {shlex.join(flag)}\n" for flag in flags)
+    lines = (f"    {shlex.join(each)}\n" for each in _words_of_each(flags))
     return f"{name}=(\n{''.join(lines)})\n"
 
 
@@ -304,9 +296,9 @@ def read_settings(directory: Path, model: Decoder) -> SparseAttention | None:
     return settings
 
 
-def trained_settings(args: Namespace | None) -> SparseAttention | None:
+def trained_settings(args: Namespace) -> SparseAttention | None:
     """The attention that a run with Megatron's ``args`` trained with; None where it is dense."""
-    if args is None or not getattr(args, destination("enabled"), False):
+    if not getattr(args, destination("enabled"), False):
         return None
     # The run may be of a release with other flags.
     names = ("block_size", "base_budget", "layer_budgets", "selection")
@@ -324,25 +316,6 @@ def trained_settings(args: Namespace | None) -> SparseAttention | None:
         # Earlier releases had no such length, and resolve what later ones leave to the costs.
         sparse_dense_up_to_tokens=SparseBalanceConfig(dense_up_to=dense_up_to).dense_up_to_tokens,
         sparse_init_block=trained_first_blocks(args),
-    )
-
-
-def write_settings(directory: Path, settings: SparseAttention | None) -> None:
-    """Put the attention of training into config.json, in place of what an earlier one left."""
-    path = directory / CONFIG
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config.pop(KEY, None)
-    if settings is not None:
-        config[KEY] = settings.as_config()
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def _training_flags(settings: SparseAttention) -> tuple[Flag, ...]:
-    """Flags of ``pretrain_gpt`` that continue training with this attention."""
-    return tuple(
-        (flag_name(name),) if value is True else (flag_name(name), *str(value).split())
-        for name, value in _fields(settings).items()
-        if value is not None
     )
 
 

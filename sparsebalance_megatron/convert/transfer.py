@@ -9,7 +9,7 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
@@ -36,9 +36,6 @@ from sparsebalance_megatron.json_file import UnreadableFileError, read_json
 
 MAX_FILE_BYTES = 5 * 10**9
 """Largest file written, unless one tensor alone is larger."""
-
-Progress = Callable[[Sequence[Parameter]], Iterable[Parameter]]
-"""Wraps the parameters, and may draw a bar."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +70,21 @@ class TransferCounts:
 
 
 def read_weights(
-    files: "WeightFiles", targets: Mapping[str, Tensor], model: Decoder, progress: Progress
+    files: "WeightFiles", targets: Mapping[str, Tensor], model: Decoder
 ) -> TransferCounts:
-    """Overwrite Megatron's parameters by name, all of one dtype, from files that match the model.
+    """Overwrite Megatron's parameters by name, all of one dtype, from files that match the model;
+    a bar shows how far it is.
 
     Raises:
         ConvertError: a shape differs, a number does not fit, or a tied output layer is another.
     """
+    from tqdm import tqdm
+
     mapped = parameters(model)
     padded_vocab_size = targets["embedding.word_embeddings.weight"].shape[0]
     tensors = cast = numbers = 0
-    for parameter in progress(mapped):
-        sources = [files.read(name) for name in parameter.sources]
+    for parameter in tqdm(mapped, desc="convert", unit="parameter", disable=None):
+        sources = [files.tensors[name].read() for name in parameter.sources]
         value = to_megatron(parameter, sources, model, padded_vocab_size=padded_vocab_size)
         target = targets[parameter.name]
         if value.shape != target.shape:
@@ -173,9 +173,9 @@ def _check_range(value: Tensor, dtype: torch.dtype, name: str) -> None:
 
 def _check_tied_copy(files: "WeightFiles", model: Decoder) -> int:
     """Count the copies of the embedding that are stored beside it."""
-    if not model.tie_word_embeddings or OUTPUT not in files.dtypes:
+    if not model.tie_word_embeddings or OUTPUT not in files.tensors:
         return 0
-    if not torch.equal(files.read(OUTPUT), files.read(EMBEDDING)):
+    if not torch.equal(files.tensors[OUTPUT].read(), files.tensors[EMBEDDING].read()):
         raise ConvertError(
             f"{OUTPUT} differs from {EMBEDDING}, but config.json says tie_word_embeddings true; "
             "set it to false to keep both"
@@ -199,7 +199,23 @@ _SAVE = "save the model with save_pretrained (safe serialisation) first"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class WeightFiles:
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor at a place inside one that a file holds."""
+
+    path: Path
+    file: Any
+    name: str
+    place: tuple[int | slice, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        tensor: Tensor = self.file.get_slice(self.name)[self.place]
+        return tensor
+
+
+class WeightFiles(ExitStack):
     """The tensors of a directory, by name; a context manager that holds the files open.
 
     ``recomputed`` counts those that follow from config.json, and need not be read.
@@ -209,28 +225,12 @@ class WeightFiles:
     """
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self._directory = directory
-        self._stack = ExitStack()
-        self._stored: dict[str, _Stored] = {}
-        self._paths: dict[str, Path] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         for path in _paths(directory):
             self._open(path)
-        self.recomputed = sum(map(is_recomputed, self.dtypes))
-
-    def __enter__(self) -> "WeightFiles":
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.close()
-
-    def read(self, name: str) -> Tensor:
-        stored = self._stored[name]
-        tensor: Tensor = stored.file.get_slice(stored.name)[stored.place]
-        return tensor
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored[name].shape
+        self.recomputed = sum(map(is_recomputed, self.tensors))
 
     def check_matches(self, parameters: Sequence[Parameter], *, spare: Iterable[str] = ()) -> None:
         """Raise, with the names, unless every source of the parameters is here with its shape, and
@@ -238,32 +238,32 @@ class WeightFiles:
         expected = {
             name: shape for parameter in parameters for name, shape in parameter.sources.items()
         }
-        if missing := expected.keys() - self.dtypes.keys():
+        if missing := expected.keys() - self.tensors.keys():
             raise ConvertError(
                 f"{self._directory}: tensors are missing: {listed(missing)}; {_BELONGING}"
             )
-        unknown = self.dtypes.keys() - expected.keys() - set(spare)
+        unknown = self.tensors.keys() - expected.keys() - set(spare)
         if unknown := {name for name in unknown if not is_recomputed(name)}:
             raise ConvertError(
                 f"{self._directory}: tensors that config.json does not account for: "
                 f"{listed(unknown)}; {_BELONGING}"
             )
         for name, shape in expected.items():
-            if self.shape(name) != shape:
+            if (stored := self.tensors[name].shape) != shape:
                 raise ConvertError(
-                    f"{self._directory}: {name} has shape {list(self.shape(name))}, config.json "
-                    f"says {list(shape)}; {_BELONGING}"
+                    f"{self._directory}: {name} has shape {list(stored)}, config.json says "
+                    f"{list(shape)}; {_BELONGING}"
                 )
 
     def common_dtype(self) -> torch.dtype:
         """The narrowest dtype that holds every tensor exactly."""
-        return reduce(torch.promote_types, self.dtypes.values())
+        return reduce(torch.promote_types, (tensor.dtype for tensor in self.tensors.values()))
 
     def _open(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
         try:
-            file = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            file = self.enter_context(safe_open(path, framework="pt", device="cpu"))
         except (OSError, SafetensorError) as error:
             raise ConvertError(f"{path}: {error}; copy the file again") from error
         for name in file.keys():  # noqa: SIM118, the file is no mapping
@@ -275,24 +275,19 @@ class WeightFiles:
                 )
             parts = experts_in(name, shape) or {name: ((slice(None),), shape)}
             for part, (place, part_shape) in parts.items():
-                if other := self._paths.get(part):
+                if other := self.tensors.get(part):
                     raise ConvertError(
-                        f"{path}: {part} is in {other.name}, too; remove the file of another model"
+                        f"{path}: {part} is in {other.path.name}, too; remove the file of another "
+                        "model"
                     )
-                self._paths[part] = path
-                stored = _Stored(file=file, name=name, place=place, shape=part_shape)
-                self._stored[part] = stored
-                self.dtypes[part] = _DTYPES[dtype]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Stored:
-    """A tensor at a place inside one that a file holds."""
-
-    file: Any
-    name: str
-    place: tuple[int | slice, ...]
-    shape: tuple[int, ...]
+                self.tensors[part] = StoredTensor(
+                    path=path,
+                    file=file,
+                    name=name,
+                    place=place,
+                    shape=part_shape,
+                    dtype=_DTYPES[dtype],
+                )
 
 
 class _Index(msgspec.Struct):
@@ -324,8 +319,11 @@ def _paths(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def copy_companions(source: Path, output: Path, dtype: torch.dtype) -> tuple[str, ...]:
-    """Copy what is there of :data:`COMPANIONS`; config.json names the dtype of the new weights.
+def copy_companions(
+    source: Path, output: Path, dtype: torch.dtype, own_keys: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Copy what is there of :data:`COMPANIONS`; config.json names the dtype of the new weights, and
+    has ``own_keys`` in place of its own, None for keys that fall away.
 
     It also says RoPE and experts in the keys of ``transformers`` 4, which takes defaults for what
     only those of 5 say. The names of the files copied are returned.
@@ -336,8 +334,9 @@ def copy_companions(source: Path, output: Path, dtype: torch.dtype) -> tuple[str
     path = output / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
     key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    changed = {**_keys_of_transformers_4(config), **config}
-    changed[key] = str(dtype).removeprefix("torch.")
+    changed = _keys_of_transformers_4(config) | config | {key: str(dtype).removeprefix("torch.")}
+    kept = {name: value for name, value in changed.items() if name not in own_keys}
+    changed = kept | {name: value for name, value in own_keys.items() if value is not None}
     if changed != config:
         path.write_text(json.dumps(changed, indent=2) + "\n", encoding="utf-8")
     return present

@@ -4,20 +4,24 @@
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from sparsebalance_megatron.data.records import Message, Tools, is_trained
 from sparsebalance_megatron.errors import DataError
 
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""The tag of ``transformers`` around what an assistant generates."""
+_PLAIN = (
+    "{% for turn in messages %}{{ turn.role }}: {{ turn.content or '' }}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""The template of tokenizers without one."""
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 """What begins and ends a tag's text where it is marked: codes that are no characters."""
 _MARK_MACRO = f"{{% macro _marked() %}}{_OPEN}{{{{ caller() }}}}{_CLOSE}{{% endmacro %}}\n"
-_GENERATION_WORDS = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+_GENERATION = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
+"""The tags of ``transformers`` around what an assistant generates."""
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _THINK_TAG = re.compile(r"</?think(?:ing)?>")
@@ -44,76 +48,169 @@ class RenderedDocument:
     unwritten_reasoning: int = 0
 
 
-def render_plain(messages: Sequence[Message], open_assistant_turn: bool = False) -> str:
-    """The template of tokenizers without one: a line ``role: content`` per turn."""
-    turns = "".join(f"{message['role']}: {message['content'] or ''}\n" for message in messages)
-    return turns + "assistant: " if open_assistant_turn else turns
-
-
 class ConversationRenderer:
-    """Renders conversations, with the definitions of the tools that they may call.
+    """Renders conversations, with the definitions of the tools that they may call, by the chat
+    template of a ``transformers`` tokenizer, which takes the arguments; plainly where it has none.
 
-    This one renders plainly; ``notes`` say what a user may want otherwise.
+    ``notes`` say what a user may want otherwise.
+
+    Raises:
+        DataError: the template is no text, or an argument has a name that is taken.
     """
 
-    notes: tuple[str, ...] = ()
+    def __init__(self, loaded: Any, arguments: Mapping[str, Any]) -> None:
+        # Templates need it; where it is missing, the error names the extra that brings it.
+        import jinja2  # noqa: F401
+
+        taken = {"messages", *inspect.signature(loaded.apply_chat_template).parameters}
+        if taken := taken & arguments.keys():
+            raise DataError(f"--chat-template-kwargs: {min(taken)} is set for every conversation")
+        self._loaded, self._arguments = loaded, dict(arguments)
+        template = loaded.chat_template
+        if isinstance(template, dict):
+            template = template.get("default", "")
+        if not loaded.chat_template:
+            template = self._arguments["chat_template"] = _PLAIN
+        if not isinstance(template, str):
+            raise DataError(f"chat_template is {type(template).__name__}, not text")
+        self._template = template
+        self._is_marked = _GENERATION.search(template) is not None
+        self._marking_template = _MARK_MACRO + _GENERATION.sub(
+            lambda word: f"{word[1]}{'endcall' if word[2] else 'call _marked()'}{word[3]}", template
+        )
+        self.notes = tuple(self._notes())
 
     def document(self, messages: Sequence[Message], tools: Tools | None) -> RenderedDocument:
         """The text, and what of it is trained.
 
         Raises:
             RenderError: the template refuses the conversation, or leaves out tools, calls, a turn's
-                content, or all reasoning.
+                content, or all reasoning; or which text is trained is not known.
         """
-        document = self.rendered(messages, tools)
-        if tools:
-            self._check_written("tools", document, messages, None)
-        if any(message.get("tool_calls") for message in messages):
+        try:
+            find = self._marked_turns if self._is_marked else self._turns
+            text, spans = find(messages, tools)
+        except RenderError:
+            if self._text(messages, tools) != self._text(messages, tools):
+                raise RenderError("it writes another text each time, such as seconds") from None
+            raise
+        unwritten = ""
+        if tools and not self._differs(text, messages, None):
+            unwritten = "tools"
+        elif any(message.get("tool_calls") for message in messages):
             silent = [{**message, "tool_calls": None} for message in messages]
-            self._check_written("tool_calls", document, silent, tools)
-        return replace(
-            document, unwritten_reasoning=self._unwritten_reasoning(document.text, messages, tools)
+            unwritten = "" if self._differs(text, silent, tools) else "tool_calls"
+        if unwritten:
+            raise RenderError(
+                f"it does not write {unwritten}; use a tokenizer whose chat template does"
+            )
+        return RenderedDocument(
+            text=text,
+            trained_spans=tuple(spans),
+            ends_trained=is_trained(messages[-1]),
+            unwritten_reasoning=self._unwritten_reasoning(text, messages, tools),
         )
 
-    def text(
+    def _text(
         self, messages: Sequence[Message], tools: Tools | None, *, open_assistant_turn: bool = False
     ) -> str:
         """The conversation, and the opening of an assistant's turn at its end if asked for."""
-        return render_plain(messages, open_assistant_turn)
+        opening = {"add_generation_prompt": open_assistant_turn}
+        return self._applied(messages, **self._arguments, **opening, tools=tools)
 
-    def rendered(self, messages: Sequence[Message], tools: Tools | None) -> RenderedDocument:
-        """Render, and find the assistant's turns by rendering the conversation up to each of them.
+    def _applied(self, messages: Sequence[Message], **arguments: Any) -> str:
+        try:
+            # As a batch of one, a conversation may have no turn.
+            (text,) = self._loaded.apply_chat_template(
+                [list(messages)], tokenize=False, **arguments
+            )
+        # A template is a program, which may raise anything.
+        except Exception as error:
+            raise RenderError(f"it refuses the conversation: {error}") from error
+        return str(text)
+
+    def _differs(self, text: str, messages: Sequence[Message], tools: Tools | None) -> bool:
+        """Whether a conversation is rendered as another text, or refused."""
+        try:
+            return self._text(messages, tools) != text
+        except RenderError:
+            return True
+
+    def _turns(
+        self, messages: Sequence[Message], tools: Tools | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and where in it the assistant's turns are, each found by rendering the
+        conversation up to it.
 
         Raises:
             RenderError: a shorter conversation is not the beginning of a longer one, as in
                 templates that rewrite earlier turns.
         """
-        text = self.text(messages, tools)
+        text = self._text(messages, tools)
         spans = []
         for position, message in enumerate(messages):
             if not is_trained(message):
                 continue
-            before = self.text(messages[:position], tools, open_assistant_turn=True)
-            through = self.text(messages[: position + 1], tools)
+            if position == 0 and self._template != _PLAIN:
+                raise RenderError(
+                    "it begins with the assistant's turn; begin with a user or system turn"
+                )
+            before = self._text(messages[:position], tools, open_assistant_turn=True)
+            through = self._text(messages[: position + 1], tools)
             if not (text.startswith(through) and through.startswith(before)):
-                if self.text(messages, tools) != text:
-                    raise RenderError("it writes another text each time, such as seconds")
                 raise RenderError(
                     f"it does not render turn {position + 1} as a suffix; mark what is generated "
                     "in it with {% generation %}"
                 )
             spans.append((len(before), len(through)))
-        return _conversation(text, spans, messages)
+        return text, spans
 
-    def _check_written(
-        self, key: str, document: RenderedDocument, rest: Sequence[Message], tools: Tools | None
-    ) -> None:
-        try:
-            written = self.rendered(rest, tools).text != document.text
-        except RenderError:
-            written = True
-        if not written:
-            raise RenderError(f"it does not write {key}; use a tokenizer whose chat template does")
+    def _marked_turns(
+        self, messages: Sequence[Message], tools: Tools | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and where in it what is generated in turns that are learnt is."""
+        text, spans = self._marked(messages, tools)
+        trained = [*spans]
+        for position, message in enumerate(messages):
+            if message["role"] == "assistant" and not is_trained(message):
+                _, through = self._marked(messages[: position + 1], tools)
+                earlier = messages[:position]
+                is_first = all(each["role"] != "assistant" for each in earlier)
+                before = [] if is_first else self._marked(earlier, tools)[1]
+                if through != spans[: len(through)] or before != through[: len(before)]:
+                    raise RenderError(
+                        f"it writes turn {position + 1}, which is not to be learnt, otherwise "
+                        "where others follow, so that it is not found; leave out the record"
+                    )
+                trained = [each for each in trained if each not in through[len(before) :]]
+        return text, trained
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Tools | None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and where in it the text of ``{% generation %}`` is.
+
+        ``transformers`` itself counts from where a macro or a block that holds the tag begins.
+        """
+        text = self._text(messages, tools)
+        marking = self._arguments | {"chat_template": self._marking_template}
+        marked = self._applied(messages, tools=tools, **marking)
+        spans, start, place, depth = [], 0, 0, 0
+        for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
+            if part == _OPEN:
+                start, depth = start if depth else place, depth + 1
+            elif part == _CLOSE:
+                depth -= 1
+                if not depth:
+                    spans.append((start, place))
+            else:
+                place += len(part)
+        if marked.translate(dict.fromkeys(map(ord, _OPEN + _CLOSE))) != text or depth:
+            raise RenderError(
+                "it changes what {% generation %} marks, so that what is trained is not known; "
+                "print it as it is"
+            )
+        return text, spans
 
     def _unwritten_reasoning(
         self, text: str, messages: Sequence[Message], tools: Tools | None
@@ -130,24 +227,48 @@ class ConversationRenderer:
         # Templates may write turns in another order, or quote them.
         silent = set()
         for turn, is_reasoning, _, changed in pieces:
-            try:
-                turns = [*messages[:turn], changed, *messages[turn + 1 :]]
-                written = self.text(turns, tools) != text
-            except RenderError:
-                written = True
-            if not written and not is_reasoning:
+            if self._differs(text, [*messages[:turn], changed, *messages[turn + 1 :]], tools):
+                continue
+            if not is_reasoning:
                 raise RenderError(
                     f"it does not write the content of turn {turn + 1} "
                     f"({messages[turn]['role']}); use a chat template that does"
                 )
-            if not written:
-                silent.add(turn)
+            silent.add(turn)
         if silent and silent == {turn for turn, is_reasoning, *_ in pieces if is_reasoning}:
             raise RenderError(
                 f"it does not write the reasoning of turn {min(silent) + 1}, nor any other; use a "
                 "chat template that does, or remove it"
             )
         return len(silent)
+
+    def _notes(self) -> Iterator[str]:
+        if not self._is_marked:
+            with suppress(RenderError):
+                yield from self._notes_of_openings()
+        if "strftime_now" in self._template:
+            yield (
+                "the chat template may write the time (strftime_now), and other days give other "
+                "tokens; where it takes a date instead, such as date_string, give it with "
+                "--chat-template-kwargs"
+            )
+
+    def _notes_of_openings(self) -> Iterator[str]:
+        """What is trained at the beginning of turns, beside the answer."""
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        opened = self._text(question, None, open_assistant_turn=True)
+        if opened == self._text(question, None):
+            yield (
+                "the chat template ignores add_generation_prompt, so the openings of the "
+                "assistant's turns are trained too; mark what is generated with {% generation %}"
+            )
+        not_thinking = {"add_generation_prompt": True, "enable_thinking": False, **self._arguments}
+        if opened != self._applied(question, tools=None, **not_thinking):
+            yield (
+                "the chat template knows enable_thinking; an empty think block that it writes "
+                "before an answer is trained, unless --chat-template-kwargs "
+                """'{"enable_thinking": false}' makes it part of the opening"""
+            )
 
 
 def _pieces(message: Message) -> Iterator[tuple[bool, str, Message]]:
@@ -173,142 +294,3 @@ def _stand_in_order(parts: Iterable[str], text: str) -> bool:
             return False
         place = found + len(wanted)
     return True
-
-
-def _conversation(
-    text: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message]
-) -> RenderedDocument:
-    return RenderedDocument(
-        text=text, trained_spans=tuple(spans), ends_trained=is_trained(messages[-1])
-    )
-
-
-class TemplateRenderer(ConversationRenderer):
-    """Renders with the chat template of a ``transformers`` tokenizer, which takes the arguments.
-
-    Raises:
-        DataError: the template is no text, or an argument has a name that is taken.
-    """
-
-    def __init__(self, loaded: Any, arguments: Mapping[str, Any]) -> None:
-        # Templates need it; where it is missing, the error names the extra that brings it.
-        import jinja2  # noqa: F401
-
-        template = loaded.chat_template
-        if isinstance(template, dict):
-            template = template.get("default", "")
-        if not isinstance(template, str):
-            raise DataError(f"chat_template is {type(template).__name__}, not text")
-        taken = {"messages", *inspect.signature(loaded.apply_chat_template).parameters}
-        if taken := taken & arguments.keys():
-            raise DataError(f"--chat-template-kwargs: {min(taken)} is set for every conversation")
-        self._loaded, self._template, self._arguments = loaded, template, arguments
-        self._is_marked = _GENERATION.search(template) is not None
-        self._marking_template = _MARK_MACRO + _GENERATION_WORDS.sub(
-            lambda word: f"{word[1]}{'endcall' if word[2] else 'call _marked()'}{word[3]}", template
-        )
-        self.notes = tuple(self._notes())
-
-    def text(
-        self, messages: Sequence[Message], tools: Tools | None, *, open_assistant_turn: bool = False
-    ) -> str:
-        if not messages:
-            raise RenderError(
-                "it begins with the assistant's turn; begin with a user or system turn"
-            )
-        return self._applied(
-            messages, tools=tools, add_generation_prompt=open_assistant_turn, **self._arguments
-        )
-
-    def _applied(self, messages: Sequence[Message], **arguments: Any) -> str:
-        with _refusals():
-            text: str = self._loaded.apply_chat_template(
-                list(messages), tokenize=False, **arguments
-            )
-        return text
-
-    def rendered(self, messages: Sequence[Message], tools: Tools | None) -> RenderedDocument:
-        if not self._is_marked:
-            return super().rendered(messages, tools)
-        text, spans = self._marked(messages, tools)
-        trained = [*spans]
-        for position, message in enumerate(messages):
-            if message["role"] == "assistant" and not is_trained(message):
-                _, through = self._marked(messages[: position + 1], tools)
-                earlier = messages[:position]
-                is_first = all(each["role"] != "assistant" for each in earlier)
-                before = [] if is_first else self._marked(earlier, tools)[1]
-                if through != spans[: len(through)] or before != through[: len(before)]:
-                    raise RenderError(
-                        f"it writes turn {position + 1}, which is not to be learnt, otherwise "
-                        "where others follow, so that it is not found; leave out the record"
-                    )
-                trained = [each for each in trained if each not in through[len(before) :]]
-        return _conversation(text, trained, messages)
-
-    def _marked(
-        self, messages: Sequence[Message], tools: Tools | None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and where in it the text of ``{% generation %}`` is.
-
-        ``transformers`` itself counts from where a macro or a block that holds the tag begins.
-        """
-        text = self.text(messages, tools)
-        marked = self._applied(
-            messages, tools=tools, chat_template=self._marking_template, **self._arguments
-        )
-        spans, start, place, depth = [], 0, 0, 0
-        for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
-            if part == _OPEN:
-                start, depth = start if depth else place, depth + 1
-            elif part == _CLOSE:
-                depth -= 1
-                if not depth:
-                    spans.append((start, place))
-            else:
-                place += len(part)
-        if marked.translate(dict.fromkeys(map(ord, _OPEN + _CLOSE))) != text or depth:
-            if self.text(messages, tools) != text:
-                raise RenderError("it writes another text each time, such as seconds")
-            raise RenderError(
-                "it changes what {% generation %} marks, so that what is trained is not known; "
-                "print it as it is"
-            )
-        return text, spans
-
-    def _notes(self) -> Iterator[str]:
-        if not self._is_marked:
-            with suppress(RenderError):
-                yield from self._notes_of_openings()
-        if "strftime_now" in self._template:
-            yield (
-                "the chat template may write the time (strftime_now), and other days give other "
-                "tokens; where it takes a date instead, such as date_string, give it with "
-                "--chat-template-kwargs"
-            )
-
-    def _notes_of_openings(self) -> Iterator[str]:
-        """What is trained at the beginning of turns, beside the answer."""
-        question: list[Message] = [{"role": "user", "content": "?"}]
-        opened = self.text(question, None, open_assistant_turn=True)
-        if opened == self.text(question, None):
-            yield (
-                "the chat template ignores add_generation_prompt, so the openings of the "
-                "assistant's turns are trained too; mark what is generated with {% generation %}"
-            )
-        not_thinking = {"add_generation_prompt": True, "enable_thinking": False, **self._arguments}
-        if opened != self._applied(question, tools=None, **not_thinking):
-            yield (
-                "the chat template knows enable_thinking; an empty think block that it writes "
-                "before an answer is trained, unless --chat-template-kwargs "
-                """'{"enable_thinking": false}' makes it part of the opening"""
-            )
-
-
-@contextmanager
-def _refusals() -> Iterator[None]:
-    """A template is a program, which may raise anything."""
-    try:
-        yield
-    except Exception as error:
-        raise RenderError(f"it refuses the conversation: {error}") from error

@@ -8,6 +8,7 @@ A sample of n input tokens takes n + 1 stored tokens: inputs are the first n, la
 import hashlib
 import re
 from dataclasses import astuple, dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import numpy as np
@@ -124,15 +125,17 @@ class DataSet:
             int(value[0]) for value in self._locate(np.asarray([sample]))
         )
         document = self._first_document + local_document
-        tokens = self._documents.read_tokens(document, offset, length_tokens + 1)
-        mask = self._documents.read_loss_mask(document, offset + 1, length_tokens)
-        place = f"{self._documents.prefix}, document {document}"
+        stored, place = self._documents, f"{self.prefix}, document {document}"
+        tokens = stored.tokens[stored.place(document, offset, length_tokens + 1)]
         if self._vocab_size is not None:
             check_tokens(tokens, self._vocab_size, place)
-        if mask is not None:
-            check_mask(mask, f"{place}, loss mask")
-        return Sample(tokens=tokens, loss_mask=None if mask is None else mask.astype(np.float32))
+        if stored.loss_mask is None:
+            return Sample(tokens=tokens)
+        mask = stored.loss_mask[stored.place(document, offset + 1, length_tokens)]
+        check_mask(mask, f"{place}, loss mask")
+        return Sample(tokens=tokens, loss_mask=mask.astype(np.float32))
 
+    @cached_property
     def digest(self) -> str:
         # Tokens are looked at in places only: in documents spread evenly over the split.
         digest = hashlib.sha256(
@@ -143,7 +146,7 @@ class DataSet:
         for local_document in np.unique(np.linspace(0, self.counts.documents - 1, _SPOTS).round()):
             length = min(int(self._lengths_tokens[int(local_document)]), _SPOT_TOKENS)
             document = self._first_document + int(local_document)
-            tokens = self._documents.read_tokens(document, 0, length)
+            tokens = self._documents.tokens[self._documents.place(document, 0, length)]
             digest.update(tokens.astype("<i8").tobytes())
         return digest.hexdigest()
 

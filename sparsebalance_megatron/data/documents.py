@@ -10,9 +10,7 @@ i32, byte offsets i64, document boundaries i64 (sequence numbers, from 0), and f
 one mode i8 per sequence.
 """
 
-import errno
 import os
-import resource
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -51,10 +49,8 @@ _MASK_REMEDY = (
     "write the data set again with `sparse-balance prepare-data`, or remove the loss mask to train "
     "on all tokens"
 )
-_TOKEN_SUFFIXES = (".bin", ".idx")
 _MASK_SUFFIXES = (f"{LOSS_MASK_SUFFIX}.bin", f"{LOSS_MASK_SUFFIX}.idx")
-_SUMMARY_SUFFIX = ".json"
-_SUFFIXES = (*_MASK_SUFFIXES, *_TOKEN_SUFFIXES, _SUMMARY_SUFFIX)
+_SUFFIXES = (*_MASK_SUFFIXES, ".bin", ".idx", ".json")
 _LARGEST_UINT16_VOCABULARY = 65499
 """Megatron's preprocessing stores larger vocabularies as int32."""
 
@@ -69,9 +65,6 @@ class StoredValues:
     path: Path
     dtype: np.dtype
     count: int
-
-    def __len__(self) -> int:
-        return self.count
 
     @property
     def nbytes(self) -> int:
@@ -93,23 +86,21 @@ class Documents:
     """The documents of one data set, in stored order.
 
     ``starts`` says where each document starts in ``tokens`` and where the last one ends, int64;
-    ``tokens`` is None where only lengths were asked for; ``loss_mask`` is uint8 per stored token.
+    ``loss_mask`` is uint8 per stored token.
     """
 
     prefix: str
     starts: np.ndarray
-    tokens: StoredValues | None
+    tokens: StoredValues
     loss_mask: StoredValues | None = None
 
     @classmethod
     def open(cls, prefix: str | Path, *, lengths_only: bool = False) -> "Documents":
-        """Open and check; reads the index, no token. ``lengths_only``: the ``.idx`` file alone."""
+        """Open and check; reads the index, no token. ``lengths_only``: the ``.idx`` file alone,
+        whose tokens may be absent."""
         prefix = str(prefix)
-        if lengths_only:
-            starts, _ = _read_index(prefix)
-            return cls(prefix=prefix, starts=starts, tokens=None)
-        starts, tokens = _open_checked(prefix)
-        mask = _open_loss_mask(prefix, starts)
+        starts, tokens = _read_index(prefix) if lengths_only else _open_checked(prefix)
+        mask = None if lengths_only else _open_loss_mask(prefix, starts)
         return cls(prefix=prefix, starts=starts, tokens=tokens, loss_mask=mask)
 
     def __len__(self) -> int:
@@ -119,25 +110,28 @@ class Documents:
     def lengths_tokens(self) -> np.ndarray:
         return np.diff(self.starts)
 
+    def place(self, document: int, offset: int, count: int) -> slice:
+        """Where ``count`` tokens of a document from ``offset`` on, and their mask, are stored."""
+        first = int(self.starts[document]) + offset
+        return slice(first, first + count)
+
     def check_values(self, vocab_size: int) -> None:
-        """Look at a bounded part of the stored tokens and masks."""
-        assert self.tokens is not None, "opened for lengths only"
-        check_token_ids(self.prefix, self.tokens, vocab_size)
+        """Look at a bounded part of the stored tokens and masks, and at the size of the tokenizer
+        that ``PREFIX.json`` names, if it does."""
+        try:
+            tokenizer_size = read_json(Path(f"{self.prefix}.json"), _Summary).tokenizer.vocab_size
+        except UnreadableFileError:
+            # Another program's file, or none.
+            tokenizer_size = 0
+        if tokenizer_size > vocab_size:
+            raise DataError(
+                f"{self.prefix}.json: the data was made with a tokenizer of {tokenizer_size} "
+                f"tokens, the model's vocabulary has {vocab_size}; {_VOCABULARY_REMEDY}"
+            )
+        for tokens in _places(self.tokens):
+            check_tokens(tokens, vocab_size, str(self.tokens.path))
         if self.loss_mask is not None:
-            check_loss_mask(self.loss_mask, f"{self.prefix}{LOSS_MASK_SUFFIX}.bin")
-
-    def read_tokens(self, document: int, offset: int, count: int) -> np.ndarray:
-        """``count`` tokens of a document from ``offset`` on, in the stored dtype."""
-        assert self.tokens is not None, "opened for lengths only"
-        first = self.starts[document] + offset
-        return self.tokens[first : first + count]
-
-    def read_loss_mask(self, document: int, offset: int, count: int) -> np.ndarray | None:
-        """The mask of the same tokens, uint8; None where the data set has no masks."""
-        if self.loss_mask is None:
-            return None
-        first = self.starts[document] + offset
-        return self.loss_mask[first : first + count]
+            check_loss_mask(self.loss_mask)
 
 
 def write_index(path: Path, lengths_tokens: Sequence[int], dtype: type[np.integer]) -> None:
@@ -152,9 +146,9 @@ def write_index(path: Path, lengths_tokens: Sequence[int], dtype: type[np.intege
 
 
 def _open_checked(prefix: str) -> tuple[np.ndarray, StoredValues]:
-    starts, dtype = _read_index(prefix)
-    path = _existing(Path(f"{prefix}.bin"), prefix)
-    stored_bytes, actual_bytes = int(starts[-1]) * dtype.itemsize, path.stat().st_size
+    starts, tokens = _read_index(prefix)
+    path = _existing(tokens.path, prefix)
+    stored_bytes, actual_bytes = tokens.nbytes, path.stat().st_size
     if actual_bytes != stored_bytes:
         problem = "cut short" if actual_bytes < stored_bytes else "not the file of this index"
         raise DataError(
@@ -163,7 +157,7 @@ def _open_checked(prefix: str) -> tuple[np.ndarray, StoredValues]:
         )
     if stored_bytes == 0:
         raise DataError(f"{path}: the data set holds no token; {_REWRITE}")
-    return starts, StoredValues(path, dtype, int(starts[-1]))
+    return starts, tokens
 
 
 def _existing(path: Path, prefix: str) -> Path:
@@ -184,19 +178,13 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            raise DataError(
-                f"{path}: too many open files: this process may open {limit}; raise the limit with "
-                "ulimit -n"
-            ) from error
         raise DataError(
             f"{path}: cannot be read ({error.strerror}); check its permissions, or copy it again"
         ) from error
 
 
-def _read_index(prefix: str) -> tuple[np.ndarray, np.dtype]:
-    """Starts of the documents and the end of the last in tokens, int64, and a token's dtype."""
+def _read_index(prefix: str) -> tuple[np.ndarray, StoredValues]:
+    """Starts of the documents and the end of the last in tokens, int64, and the tokens."""
     path = _existing(Path(f"{prefix}.idx"), prefix)
     with _readable(path):
         raw = path.read_bytes()
@@ -235,7 +223,7 @@ def _read_index(prefix: str) -> tuple[np.ndarray, np.dtype]:
         problem = "document boundaries are out of order"
     if problem:
         raise DataError(f"{path}: damaged: {problem}; {_REWRITE}")
-    return ends[boundaries], dtype
+    return ends[boundaries], StoredValues(Path(f"{prefix}.bin"), dtype, int(ends[-1]))
 
 
 def _open_loss_mask(prefix: str, starts: np.ndarray) -> StoredValues | None:
@@ -263,22 +251,6 @@ class _Summary(msgspec.Struct):
     tokenizer: _Tokenizer
 
 
-def check_token_ids(prefix: str, tokens: StoredValues | np.ndarray, vocab_size: int) -> None:
-    """Check stored tokens, and the size of the tokenizer that ``PREFIX.json`` names, if it does."""
-    try:
-        tokenizer_size = read_json(Path(f"{prefix}.json"), _Summary).tokenizer.vocab_size
-    except UnreadableFileError:
-        # Another program's file, or none.
-        tokenizer_size = 0
-    if tokenizer_size > vocab_size:
-        raise DataError(
-            f"{prefix}.json: the data was made with a tokenizer of {tokenizer_size} tokens, the "
-            f"model's vocabulary has {vocab_size}; {_VOCABULARY_REMEDY}"
-        )
-    for place in _places(tokens):
-        check_tokens(place, vocab_size, f"{prefix}.bin")
-
-
 def check_tokens(tokens: np.ndarray, vocab_size: int, place: str) -> None:
     """Raise :class:`DataError` if a token is no row of an embedding of ``vocab_size`` rows."""
     least, largest = int(tokens.min()), int(tokens.max())
@@ -289,13 +261,13 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, place: str) -> None:
         )
 
 
-def check_loss_mask(mask: StoredValues | np.ndarray, path: str) -> None:
+def check_loss_mask(mask: StoredValues) -> None:
     any_trained = False
-    for place in _places(mask):
-        check_mask(place, path)
-        any_trained |= bool(place.any())
+    for values in _places(mask):
+        check_mask(values, str(mask.path))
+        any_trained |= bool(values.any())
     if mask.nbytes <= _PLACES * _PLACE_BYTES and not any_trained:
-        raise DataError(f"{path}: all zero: no token is trained on; {_MASK_REMEDY}")
+        raise DataError(f"{mask.path}: all zero: no token is trained on; {_MASK_REMEDY}")
 
 
 def check_mask(mask: np.ndarray, place: str) -> None:
@@ -304,10 +276,10 @@ def check_mask(mask: np.ndarray, place: str) -> None:
         raise DataError(f"{place}: holds {largest}, not a loss mask of 0 and 1; {_MASK_REMEDY}")
 
 
-def _places(values: StoredValues | np.ndarray) -> Iterator[np.ndarray]:
+def _places(values: StoredValues) -> Iterator[np.ndarray]:
     """All of at most 16 MiB of values; of more, 64 runs of values."""
     run = max(1, _PLACE_BYTES // values.dtype.itemsize)
-    for first in np.unique(np.linspace(0, max(len(values) - run, 0), _PLACES).astype(np.int64)):
+    for first in np.unique(np.linspace(0, max(values.count - run, 0), _PLACES).astype(np.int64)):
         yield values[first : first + run]
 
 
@@ -318,8 +290,7 @@ class DatasetWriter:
     was written. The loss mask is kept only if some token is masked.
     """
 
-    def __init__(self, prefix: str, *, vocab_size: int, overwrite: bool) -> None:
-        check_output(prefix, overwrite=overwrite)
+    def __init__(self, prefix: str, *, vocab_size: int) -> None:
         self._prefix = prefix
         self.any_masked = False
         self.lengths_tokens: list[int] = []
@@ -354,17 +325,18 @@ class DatasetWriter:
         self._masks.close()
         write_index(self._partial(".idx"), self.lengths_tokens, self._dtype)
         write_index(self._partial(_MASK_SUFFIXES[1]), self.lengths_tokens, np.uint8)
-        self._partial(_SUMMARY_SUFFIX).write_text(summary, encoding="utf-8")
+        self._partial(".json").write_text(summary, encoding="utf-8")
         for suffix in reversed(_SUFFIXES):
             Path(self._prefix + suffix).unlink(missing_ok=True)
-        for suffix in _SUFFIXES if self.any_masked else (*_TOKEN_SUFFIXES, _SUMMARY_SUFFIX):
-            self._partial(suffix).replace(self._prefix + suffix)
+        for suffix in _SUFFIXES:
+            if self.any_masked or suffix not in _MASK_SUFFIXES:
+                self._partial(suffix).replace(self._prefix + suffix)
 
     def _partial(self, suffix: str) -> Path:
         return Path(f"{self._prefix}{suffix}.partial-{os.getpid()}")
 
 
-def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path] = ()) -> None:
+def check_output(prefix: str, *, overwrite: bool, inputs: Sequence[Path]) -> None:
     """Refuse a prefix that names no file, an input, or an existing data set that must stay."""
     if prefix.rpartition("/")[2] in ("", ".", ".."):
         raise DataError(f"--output-prefix '{prefix}': names no file; give a path such as out/train")

@@ -4,18 +4,12 @@
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparsebalance_megatron.data.conversations import (
-    ConversationRenderer,
-    RenderedDocument,
-    TemplateRenderer,
-)
+from sparsebalance_megatron.data.conversations import ConversationRenderer, RenderedDocument
 from sparsebalance_megatron.data.documents import DatasetWriter, check_output
 from sparsebalance_megatron.data.records import (
     BadRecords,
@@ -36,7 +30,8 @@ _BATCH_CHARACTERS = 4_000_000
 _NOTHING_LEARNT = (
     "the chat template's {% generation %} marks nothing in them, or no turn is to be learnt"
 )
-_PERCENTILES = (50, 90, 99)
+_COUNTED = ("loss_tokens", "untrained_documents", "untrained_tokens")
+_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 TOKENIZER_FILE = "tokenizer.json"
 
 _SUFFIXES = ("s", "t", "re", "ve", "m", "ll", "d")
@@ -64,11 +59,14 @@ def prepare(
 ) -> dict[str, Any]:
     """Tokenise all documents of a source and write the data set; its summary.
 
-    At a :class:`DataError` nothing is left behind. Texts, not conversations, begin with the
-    tokenizer's token for that if ``prepend_bos``.
+    Texts, not conversations, begin with the tokenizer's token for that if ``prepend_bos``.
+
+    Raises:
+        DataError: an input, the tokenizer or the prefix cannot be used; nothing is left behind.
+        OSError: a file cannot be written; nothing is left behind.
     """
     check_output(prefix, overwrite=overwrite, inputs=source.paths)
-    tokenizer = load_tokenizer(tokenizer_name, template_arguments)
+    tokenizer = DocumentTokenizer(tokenizer_name, template_arguments)
     if append_eod and tokenizer.eod is None:
         raise DataError(
             f"--tokenizer {tokenizer.name}: it has no end-of-sequence token; pass --no-append-eod"
@@ -78,14 +76,8 @@ def prepare(
             f"--prepend-bos: the tokenizer {tokenizer.name} begins no text with a token"
         )
     bad = BadRecords(skip=skip_bad_records)
-    try:
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"--output-prefix {prefix}: cannot be written ({error.filename}: {error.strerror}); "
-            "name another"
-        ) from error
-    with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size, overwrite=overwrite) as writer:
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    with DatasetWriter(prefix, vocab_size=tokenizer.vocab_size) as writer:
         counts: Counter[str] = Counter()
         eod, bos = tokenizer.eod if append_eod else None, tokenizer.bos if prepend_bos else None
         documents = _rendered(source, tokenizer.conversations, bad)
@@ -109,11 +101,12 @@ def prepare(
         summary = {
             "documents": len(lengths_tokens),
             "tokens": int(lengths_tokens.sum()),
-            "loss_tokens": counts["loss_tokens"],
-            "untrained_documents": counts["untrained_documents"],
-            "untrained_tokens": counts["untrained_tokens"],
+            **{name: counts[name] for name in _COUNTED},
             "loss_mask": writer.any_masked,
-            "document_tokens": _percentiles(lengths_tokens),
+            "document_tokens": {
+                name: int(np.percentile(lengths_tokens, rank, method="nearest"))
+                for name, rank in _PERCENTILES.items()
+            },
             "skipped": dict(sorted(bad.counts.items())),
             "tokenizer": {"path": tokenizer.name, "vocab_size": tokenizer.vocab_size},
             "append_eod": append_eod,
@@ -238,12 +231,6 @@ def _notes(
     return notes
 
 
-def _percentiles(lengths_tokens: np.ndarray) -> dict[str, int]:
-    percentiles = np.percentile(lengths_tokens, _PERCENTILES, method="nearest")
-    named = zip(_PERCENTILES, percentiles, strict=True)
-    return {f"p{rank}": int(value) for rank, value in named} | {"max": int(lengths_tokens.max())}
-
-
 def counts_text(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items())) or "none"
 
@@ -260,57 +247,60 @@ def trained_tokens(token_ends: Sequence[int], spans: Sequence[tuple[int, int]]) 
     return mask
 
 
-@dataclass(frozen=True, kw_only=True)
 class DocumentTokenizer:
-    """A fast tokenizer and what preparation must know of it.
+    """A fast HuggingFace tokenizer, from a directory or by its name on the model hub.
 
     ``backend`` is a ``tokenizers.Tokenizer``, ``vocab_size`` one more than the largest token id;
     ``eod`` ends a document, and ``bos`` is what the tokenizer itself begins texts with.
-    """
-
-    name: str
-    backend: Any
-    vocab_size: int
-    eod: int | None
-    bos: int | None = None
-    conversations: ConversationRenderer
-
-    def encode(self, texts: Sequence[str], *, with_offsets: bool) -> "list[Encoding]":
-        """Token ids per text, with character offsets if asked for; no special tokens are added."""
-        encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
-        try:
-            return encode(list(texts), add_special_tokens=False)
-        except Exception as error:
-            raise DataError(
-                f"--tokenizer {self.name}: it cannot encode a document ({error}); give one that "
-                "encodes every text"
-            ) from error
-
-
-def load_tokenizer(
-    name: str, template_arguments: Mapping[str, Any] | None = None
-) -> DocumentTokenizer:
-    """Load a HuggingFace tokenizer from a directory, or by its name on the model hub.
 
     Raises:
         DataError: it is damaged, gives other tokens than its tokenizer.json, or its chat template
             is unusable.
     """
+
+    def __init__(self, name: str, template_arguments: Mapping[str, Any] | None = None) -> None:
+        loaded = _loaded(name)
+        self.name = name
+        self.backend = loaded.backend_tokenizer
+        self.vocab_size = 1 + max(self.backend.get_vocab(with_added_tokens=True).values())
+        self.eod: int | None = loaded.eos_token_id
+        begins = _begins_with(self.backend, loaded.bos_token_id)
+        self.bos: int | None = loaded.bos_token_id if begins else None
+        if template_arguments and not loaded.chat_template:
+            raise DataError(f"--chat-template-kwargs: the tokenizer {name} has no chat template")
+        try:
+            self.conversations = ConversationRenderer(loaded, template_arguments or {})
+        except DataError as error:
+            raise DataError(f"--tokenizer {name}: {error}") from error
+
+    def encode(self, texts: Sequence[str], *, with_offsets: bool) -> "list[Encoding]":
+        """Token ids per text, with character offsets if asked for; no special tokens are added."""
+        encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
+        try:
+            encodings: list[Encoding] = encode(list(texts), add_special_tokens=False)
+        except Exception as error:
+            raise DataError(
+                f"--tokenizer {self.name}: it cannot encode a document ({error}); give one that "
+                "encodes every text"
+            ) from error
+        return encodings
+
+
+def _loaded(name: str) -> Any:
+    """The tokenizer of ``transformers``, which neither cuts nor pads."""
     path = Path(name).expanduser()
-    is_directory = path.is_dir()
-    if not is_directory and name.startswith(("/", "./", "../", "~")):
+    source = str(path) if path.is_dir() else name
+    if not path.is_dir() and name.startswith(("/", "./", "../", "~")):
         raise DataError(f"--tokenizer {name}: no such directory")
 
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            path if is_directory else name, trust_remote_code=False
-        )
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     # The libraries raise whatever damaged files lead to: KeyError, or the bare Exception of Rust.
     except Exception as error:
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        problem = "" if is_directory else "not a directory, and not downloaded: "
+        problem = "" if path.is_dir() else "not a directory, and not downloaded: "
         raise DataError(
             f"--tokenizer {name}: {problem}{reason}; give a directory with tokenizer.json and "
             "tokenizer_config.json, or train one with examples/train_tokenizer.py"
@@ -319,51 +309,29 @@ def load_tokenizer(
         raise DataError(
             f"--tokenizer {name}: no tokenizer.json; convert it to a fast tokenizer first"
         )
-    backend = loaded.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    _check_encoding(name, loaded, path / TOKENIZER_FILE if is_directory else _downloaded(name))
-    conversations = ConversationRenderer()
-    if loaded.chat_template:
-        try:
-            conversations = TemplateRenderer(loaded, template_arguments or {})
-        except DataError as error:
-            raise DataError(f"--tokenizer {name}: {error}") from error
-    elif template_arguments:
-        raise DataError(f"--chat-template-kwargs: the tokenizer {name} has no chat template")
-    return DocumentTokenizer(
-        name=name,
-        backend=backend,
-        vocab_size=1 + max(backend.get_vocab(with_added_tokens=True).values()),
-        eod=loaded.eos_token_id,
-        bos=loaded.bos_token_id if _begins_with(backend, loaded.bos_token_id) else None,
-        conversations=conversations,
-    )
+    loaded.backend_tokenizer.no_truncation()
+    loaded.backend_tokenizer.no_padding()
+    _check_encoding(name, loaded, source)
+    return loaded
 
 
-def _downloaded(name: str) -> Path | None:
-    """The tokenizer.json of a name on the model hub, which has been downloaded; None without."""
-    from transformers.utils import cached_file
-
-    with suppress(OSError):
-        return Path(cached_file(name, TOKENIZER_FILE))
-    return None
-
-
-def _check_encoding(name: str, loaded: Any, file: Path | None) -> None:
-    """Raise unless ``transformers`` encodes as tokenizer.json says.
+def _check_encoding(name: str, loaded: Any, source: str) -> None:
+    """Raise unless ``transformers`` encodes as tokenizer.json of ``source`` says, if it has one.
 
     Some classes of ``transformers`` replace the file's pre-tokenizer or normaliser by their own.
     """
     from tokenizers import Tokenizer
+    from transformers.utils import cached_file
 
     remedy = (
         "set tokenizer_class in tokenizer_config.json to the class that saved the file, or to "
         "PreTrainedTokenizerFast"
     )
-    if file is None or not file.is_file():
+    try:
+        file = cached_file(source, TOKENIZER_FILE)
+    except OSError:
         return
-    reference = Tokenizer.from_file(str(file))
+    reference = Tokenizer.from_file(file)
     reference.no_truncation()
     reference.no_padding()
     added = reference.get_added_tokens_decoder().values()

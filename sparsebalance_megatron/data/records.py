@@ -31,6 +31,7 @@ MARKS = ("weight", "train", "trainable", "loss", "loss_mask")
 """Keys by which data sets say that an assistant's turn is not to be learnt: 0 or false."""
 
 _COLUMNS = ("text", "messages")
+_COLUMNS_OF_JSON = ("messages", "tools")
 _UNUSABLE = {
     "functions": "give them as tools",
     "function_call": "give it as tool_calls",
@@ -120,7 +121,7 @@ class RecordFiles:
             contents = _parquet_records(path) if is_parquet else _json_lines(path, bad)
             for place, content, size_bytes in contents:
                 try:
-                    content = _with_turns(content)
+                    content = _with_columns_parsed(content)
                     checked = msgspec.convert(content, _Content)
                 except msgspec.ValidationError as error:
                     reason = _PLACE_IN_RECORD.sub("[]", what_is_wrong(error, None))
@@ -141,7 +142,7 @@ class RecordFiles:
                     size_bytes=size_bytes,
                     text=checked.text,
                     messages=tuple(turns) or None,
-                    tools=checked.definitions,
+                    tools=checked.tools or None,
                 )
 
 
@@ -196,14 +197,11 @@ class _Turn(msgspec.Struct):
 
 
 class _Content(msgspec.Struct):
-    """Keys of a record; null counts as absent, and so does what is empty beside the turns.
-
-    ``tools`` may be JSON text, as columns of Parquet hold it.
-    """
+    """Keys of a record; null counts as absent, and so does what is empty beside the turns."""
 
     text: _Text | None = None
     messages: Annotated[list[_Turn], msgspec.Meta(min_length=1)] | None = None
-    tools: list[dict[str, Any]] | str | None = None
+    tools: list[dict[str, Any]] | None = None
     system: Any = None
     functions: Any = None
     chat_template_kwargs: Any = None
@@ -227,12 +225,6 @@ class _Content(msgspec.Struct):
         check_encodable(self.text or "")
         if self.messages and all(turn.role != "assistant" for turn in self.messages):
             raise ValueError("no assistant turn, so nothing to learn from")
-        if isinstance(self.tools, str):
-            self.tools = _parsed(self.tools or "[]", list[dict[str, Any]], "tools")
-
-    @property
-    def definitions(self) -> Tools | None:
-        return self.tools if isinstance(self.tools, list) and self.tools else None
 
 
 def _refuse_unusable(keys: _Content | _Turn) -> None:
@@ -241,14 +233,15 @@ def _refuse_unusable(keys: _Content | _Turn) -> None:
             raise ValueError(f"{key!r} is not used: {_UNUSABLE[key]}")
 
 
-def _with_turns(content: Any) -> Any:
-    """A record whose turns, if they are JSON text as in some columns, are read."""
-    if isinstance(content, dict) and isinstance(text := content.get("messages"), str):
-        try:
-            return {**content, "messages": _parsed(text, list[Any], "messages")}
-        except ValueError as error:
-            raise msgspec.ValidationError(str(error)) from None
-    return content
+def _with_columns_parsed(content: Any) -> Any:
+    """A record whose turns and tools, if they are JSON text as in some columns, are read."""
+    if not isinstance(content, dict):
+        return content
+    texts = {key: content[key] for key in _COLUMNS_OF_JSON if isinstance(content.get(key), str)}
+    try:
+        return content | {key: _parsed(text or "[]", list, key) for key, text in texts.items()}
+    except ValueError as error:
+        raise msgspec.ValidationError(str(error)) from None
 
 
 def _unread_keys(content: dict[str, Any], turns: Sequence[Message]) -> Iterator[str]:

@@ -7,9 +7,9 @@ Flags for data are read by the rules of Megatron's ``get_blend_from_list`` and
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Any, get_args
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from sparsebalance_megatron.config import MissingLossMask, Overlong
-from sparsebalance_megatron.data.data_set import DataSet, SampleCounts, Split, split_range
+from sparsebalance_megatron.data.data_set import DataSet, Split, split_range
 from sparsebalance_megatron.data.documents import Documents
 from sparsebalance_megatron.data.packing import Sample
 from sparsebalance_megatron.errors import DataError
@@ -48,14 +48,19 @@ class Blend:
     whole: bool = False
 
 
+class _PerSplit(msgspec.Struct):
+    """Weights and prefixes of every split; null or an empty list is none."""
+
+    train: list[str | float] | str | None
+    valid: list[str | float] | str | None
+    test: list[str | float] | str | None
+
+
 def read_blends(flags: Any) -> Mapping[Split, Blend | None]:
     """The blend of every split, from ``flags`` as Megatron names them; None where there is none."""
-    by_split = {
-        "--train-data-path": flags.train_data_path,
-        "--valid-data-path": flags.valid_data_path,
-        "--test-data-path": flags.test_data_path,
-    }
-    kinds = by_split | {
+    splits = get_args(Split)
+    words_of = {f"--{split}-data-path": getattr(flags, f"{split}_data_path") for split in splits}
+    kinds = words_of | {
         "--data-path": flags.data_path,
         "--data-args-path": flags.data_args_path,
         "--per-split-data-args-path": flags.per_split_data_args_path,
@@ -66,31 +71,41 @@ def read_blends(flags: Any) -> Mapping[Split, Blend | None]:
             "no --data-path: plans need the lengths of documents; give a prefix of "
             "files made by `sparse-balance prepare-data`"
         )
-    if len(given) > 1 and not by_split.keys() >= set(given):
+    if len(given) > 1 and not words_of.keys() >= set(given):
         raise DataError(f"{' and '.join(given)}: all of them name the data; give one of them")
     if flags.data_path:
-        return dict.fromkeys(get_args(Split), parse_blend(flags.data_path, "--data-path"))
-    if flags.data_args_path:
-        place = f"--data-args-path {flags.data_args_path}"
-        words = _read_words(flags.data_args_path, place)
-        return dict.fromkeys(get_args(Split), parse_blend(words, place))
-    if flags.per_split_data_args_path:
-        return _read_per_split(flags.per_split_data_args_path)
+        return dict.fromkeys(splits, parse_blend(flags.data_path, "--data-path"))
+    place, remedy = f"{given[0]} {kinds[given[0]]}", "list weights and prefixes in it"
+    try:
+        if path := flags.data_args_path:
+            return dict.fromkeys(splits, parse_blend(read_text(Path(path)), place))
+        if path := flags.per_split_data_args_path:
+            remedy += " for each of train, valid and test"
+            content = msgspec.structs.asdict(read_json(Path(path), _PerSplit))
+            words_of = {f"{place}, {split}": content[split] for split in splits}
+    except UnreadableFileError as error:
+        raise DataError(f"{place}: {error}; {remedy}") from error
     return {
-        split: parse_blend(words, flag, whole=True) if words else None
-        for split, (flag, words) in zip(get_args(Split), by_split.items(), strict=True)
+        split: parse_blend(words, where, whole=True) if words else None
+        for split, (where, words) in zip(splits, words_of.items(), strict=True)
     }
 
 
-def parse_blend(words: Sequence[str], place: str, *, whole: bool = False) -> Blend:
-    """Read prefixes, or weights and prefixes in turn, that were typed at ``place``."""
-    words = [word.strip() for word in words]
+def parse_blend(words: Sequence[str | float] | str, place: str, *, whole: bool = False) -> Blend:
+    """Read prefixes, or weights and prefixes in turn, that were given at ``place``."""
+    words = words.split() if isinstance(words, str) else [str(word).strip() for word in words]
     if not words:
         raise DataError(f"{place}: names no data set; {_ALTERNATE}")
     pairs = list(zip(words[::2], words[1::2], strict=False))
     numbers = [_number(weight) for weight, _ in pairs]
     if len(words) % 2 or all(number is None for number in numbers):
-        _refuse_stray_weights(words, place)
+        for word in words:
+            # A number among prefixes is a misplaced weight, unless a file has that name.
+            if _number(word) is not None and not Path(f"{word}.idx").exists():
+                raise DataError(
+                    f"{place}: {word} is no prefix, and not every prefix has a weight "
+                    f"before it; {_ALTERNATE}"
+                )
         return Blend(place=place, prefixes=tuple(words), whole=whole)
     for (word, prefix), number in zip(pairs, numbers, strict=True):
         if number is None:
@@ -106,67 +121,11 @@ def parse_blend(words: Sequence[str], place: str, *, whole: bool = False) -> Ble
     )
 
 
-def _refuse_stray_weights(words: Sequence[str], place: str) -> None:
-    """A number among prefixes is a misplaced weight, unless a file has that name."""
-    for word in words:
-        if _number(word) is not None and not Path(f"{word}.idx").exists():
-            raise DataError(
-                f"{place}: {word} is no prefix, and not every prefix has a weight "
-                f"before it; {_ALTERNATE}"
-            )
-
-
 def _number(word: str) -> float | None:
     try:
         return float(word)
     except ValueError:
         return None
-
-
-def _read_words(path: str, place: str) -> list[str]:
-    try:
-        return read_text(Path(path)).split()
-    except UnreadableFileError as error:
-        raise DataError(f"{place}: {error}; list weights and prefixes in it") from error
-
-
-_Words = list[str | float] | str | None
-
-
-class _PerSplit(msgspec.Struct):
-    """Weights and prefixes of every split; null or an empty list is none."""
-
-    train: _Words
-    valid: _Words
-    test: _Words
-
-
-def _read_per_split(path: str) -> dict[Split, Blend | None]:
-    place = f"--per-split-data-args-path {path}"
-    try:
-        content = msgspec.structs.asdict(read_json(Path(path), _PerSplit))
-    except UnreadableFileError as error:
-        raise DataError(
-            f"{place}: {error}; give a list of weights and prefixes for each of train, valid, test"
-        ) from error
-    blends: dict[Split, Blend | None] = {}
-    for split in get_args(Split):
-        words = content[split]
-        words = words.split() if isinstance(words, str) else words
-        blends[split] = None
-        if words:
-            blends[split] = parse_blend(list(map(str, words)), f"{place}, {split}", whole=True)
-    return blends
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceFacts:
-    """One of several data sets that a run mixes; ``weight`` is its share of the samples."""
-
-    prefix: str
-    weight: float
-    counts: SampleCounts
-    digest: str
 
 
 class BlendingOrder:
@@ -231,11 +190,8 @@ class SampleIndex:
         """Input tokens of each sample, int64, in the order given."""
         samples_S = np.asarray(samples, dtype=np.int64)
         lengths_S = np.empty_like(samples_S)
-        sources_S = self.source_of(samples_S)
-        for source in np.unique(sources_S):
-            mine_S = sources_S == source
-            within = samples_S[mine_S] - self._firsts[source]
-            lengths_S[mine_S] = self._data_sets[source].lengths_of(within)
+        for data_set, first, mine_S in self._by_source(self.source_of(samples_S)):
+            lengths_S[mine_S] = data_set.lengths_of(samples_S[mine_S] - first)
         return lengths_S
 
     def global_batch(self, first: int, size: int) -> np.ndarray:
@@ -247,11 +203,14 @@ class SampleIndex:
             raise ValueError(f"batch of {size} samples from {first}: need size >= 1 and first >= 0")
         sources_S, numbers_S = self._order.places(first, size)
         samples_S = np.empty(size, dtype=np.int64)
-        for source in np.unique(sources_S):
-            mine_S = sources_S == source
-            within = self._data_sets[source].samples_at(numbers_S[mine_S])
-            samples_S[mine_S] = self._firsts[source] + within
+        for data_set, first_of_source, mine_S in self._by_source(sources_S):
+            samples_S[mine_S] = first_of_source + data_set.samples_at(numbers_S[mine_S])
         return samples_S
+
+    def _by_source(self, sources_S: np.ndarray) -> Iterator[tuple[DataSet, int, np.ndarray]]:
+        """Each data set among those of the samples, its first sample, and which are its own."""
+        for source in np.unique(sources_S):
+            yield self._data_sets[source], int(self._firsts[source]), sources_S == source
 
     def read(self, sample: int) -> Sample:
         """Tokens of a sample, and its loss mask where its data set has one."""
@@ -262,45 +221,36 @@ class SampleIndex:
         """Number of the data set that each sample comes from, int64."""
         return np.searchsorted(self._firsts[1:], samples, side="right")
 
-    @cached_property
-    def sources(self) -> tuple[SourceFacts, ...]:
-        """The data sets that are mixed, in the order given; none where there is but one."""
+    @property
+    def sources(self) -> tuple[tuple[DataSet, float], ...]:
+        """The data sets that are mixed, in the order given, and their shares of the samples; none
+        where there is but one."""
         if len(self._data_sets) == 1:
             return ()
-        return tuple(
-            SourceFacts(
-                prefix=data_set.prefix,
-                weight=float(share),
-                counts=data_set.counts,
-                digest=data_set.digest(),
-            )
-            for data_set, share in zip(self._data_sets, self._order.shares, strict=True)
-        )
+        return tuple(zip(self._data_sets, self._order.shares.tolist(), strict=True))
 
     def digest(self) -> str:
         """Hexadecimal SHA-256 of what order and lengths depend on; equal on ranks that agree."""
         if not self.sources:
-            return self._data_sets[0].digest()
+            return self._data_sets[0].digest
         digest = hashlib.sha256(np.ascontiguousarray(self._order.shares, dtype="<f8").tobytes())
-        for source in self.sources:
-            digest.update(source.digest.encode())
+        for data_set, _ in self.sources:
+            digest.update(data_set.digest.encode())
         return digest.hexdigest()
 
     def describe(self) -> tuple[str, ...]:
         # Weights are shares of the samples; a data set of longer samples has more of the tokens.
-        facts = self.sources
-        if not facts:
+        sources = self.sources
+        if not sources:
             return (self.counts.describe(),)
-        tokens = [source.weight * source.counts.tokens / source.counts.samples for source in facts]
-        lines = [f"{len(facts)} sources: {self.counts.describe()}"]
+        tokens = [share * each.counts.tokens / each.counts.samples for each, share in sources]
+        lines = [f"{len(sources)} sources: {self.counts.describe()}"]
         lines += [
-            f"source {source.prefix}: {source.weight:.2%} of the samples, "
-            f"{each / sum(tokens):.2%} of the tokens; {source.counts.samples:,} samples of "
-            f"{source.counts.tokens:,} tokens"
-            for source, each in list(zip(facts, tokens, strict=True))[:_SHOWN_SOURCES]
+            f"source {each.prefix}: {share:.2%} of the samples, {mean / sum(tokens):.2%} of the "
+            f"tokens; {each.counts.samples:,} samples of {each.counts.tokens:,} tokens"
+            for (each, share), mean in list(zip(sources, tokens, strict=True))[:_SHOWN_SOURCES]
         ]
-        if len(facts) > _SHOWN_SOURCES:
-            more = len(facts) - _SHOWN_SOURCES
+        if (more := len(sources) - _SHOWN_SOURCES) > 0:
             lines.append(f"and {more} more sources; the header of steps.jsonl has all")
         if unmasked := self.without_loss_mask:
             lines.append(

@@ -60,10 +60,10 @@ def sparse_balance_attention(
     (batch, asked), tokens = q_BQHD.shape[:2], k_BTGD.shape[1]
     q_BTHD = q_BQHD
     if asked < tokens:
-        if queries := queries_not_in_a_cache(selector):
+        if asks_with_earlier_queries(selector):
             raise ConfigError(
-                f"sparse_balance: selection {settings.sparse_selection} reads by {queries}, which "
-                "a cache does not hold; use use_cache=False"
+                f"sparse_balance: selection {settings.sparse_selection} reads by the queries of "
+                "the block before, which a cache does not hold; use use_cache=False"
             )
         # Queries of the tokens in the cache decide nothing.
         q_BTHD = torch.nn.functional.pad(q_BQHD, (0, 0, 0, 0, tokens - asked, 0))
@@ -126,20 +126,11 @@ def _last_blocks(
     return layouts, kept_T, kept_T.view(batch, tokens)[:, first:].flatten()
 
 
-def needs_whole_documents(selector: Selector[Any, Any]) -> bool:
-    """Whether what a token reads depends on the end of its document."""
-    return getattr(selector, "needs_whole_documents", False)
-
-
-def queries_not_in_a_cache(selector: Selector[Any, Any]) -> str:
-    """Which other queries decide what a token reads, "" for none; a cache holds only keys."""
-    if needs_whole_documents(selector):
-        return "a document's last queries"
+def asks_with_earlier_queries(selector: Selector[Any, Any]) -> bool:
+    """Whether queries of earlier tokens decide what a token reads; a cache holds only keys."""
     one_1HD = torch.zeros(1, 1, 16)
     summary = selector.summaries(one_1HD, one_1HD, packed_layout((0, 1), 1, one_1HD.device))
-    if isinstance(summary, BlockSummaries) and summary.queries_NCD is None:
-        return ""
-    return "the queries of the block before"
+    return not isinstance(summary, BlockSummaries) or summary.queries_NCD is not None
 
 
 def _checked_mask(mask: Tensor | None, dropout: float, features: dict[str, Any]) -> Tensor:

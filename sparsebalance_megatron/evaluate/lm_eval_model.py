@@ -19,10 +19,7 @@ from safetensors import SafetensorError
 from sparsebalance_megatron.attention.select import Selector, selector_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate import NAME, SparseAttention, configure, settings_of
-from sparsebalance_megatron.evaluate.attention import (
-    needs_whole_documents,
-    queries_not_in_a_cache,
-)
+from sparsebalance_megatron.evaluate.attention import asks_with_earlier_queries
 
 _LENGTHS_TOKENS = tuple(2**power for power in range(10, 18))
 _logger = logging.getLogger(f"lm_eval.{__name__}")
@@ -36,7 +33,7 @@ class SparseBalanceLM(HFLM):
     Its log and its results name the settings, up to which length documents are read whole, and the
     share of causal attention that is computed. Requests to generate run one by one: rows
     of unequal length would need padding on the left, which would move blocks. Loglikelihoods run in
-    batches, unless the selection looks at a document's end, where padding would be.
+    batches.
 
     Args:
         pretrained: a directory or name, as for the ``hf`` model; or a model.
@@ -73,7 +70,7 @@ class SparseBalanceLM(HFLM):
 
     def generate_until(self, *arguments: Any, **keywords: Any) -> list[str]:
         batch_size, self.batch_size_per_gpu = self.batch_size_per_gpu, 1
-        no_cache = self._sparse and queries_not_in_a_cache(self._selector)
+        no_cache = self._sparse and asks_with_earlier_queries(self._selector)
         if no_cache:
             # The harness asks for a cache, whatever its arguments say.
             generate = type(self.model).generate
@@ -92,11 +89,6 @@ class SparseBalanceLM(HFLM):
         """Facts about the model for the results: also its attention."""
         info: dict[str, Any] = super().get_model_info()
         return info | (self._attention() if self._sparse else {"attention": "dense"})
-
-    def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
-        if self._sparse and needs_whole_documents(self._selector):
-            options["override_bs"] = 1
-        return super()._loglikelihood_tokens(requests, **options)
 
     @property
     def _selector(self) -> Selector[Any, Any]:

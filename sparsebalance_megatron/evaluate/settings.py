@@ -119,12 +119,6 @@ def configure(model: Any, **settings: Any) -> SparseAttention:
         ConfigError: a setting is missing, unknown or wrong.
     """
     config = model.config.get_text_config()
-    unknown = settings.keys() - set(SparseAttention.__struct_fields__)
-    if unknown:
-        raise ConfigError(
-            f"{KEY}: no setting is called {', '.join(sorted(unknown))}; there are "
-            f"{', '.join(SparseAttention.__struct_fields__)}"
-        )
     kept = getattr(config, KEY, None)
     if kept is None and not settings.keys() >= _NEEDED:
         raise ConfigError(_NO_SETTINGS)

@@ -86,7 +86,7 @@ class HostJob:
         if not exchange.cp_size_slowness:  # none was measured
             exchange = exchange.in_nodes(self.neighbours_per_node)
         within, most_ranks = self._sharing(config)
-        if config.heads_may_travel:
+        if not config.attends_by_lists:
             exchange = replace(exchange, heads_within=within)
         cost = replace(cost, exchange=exchange)
         # Documents that are cut, or shared beyond heads, run on kernels of this package.
@@ -114,15 +114,19 @@ class HostJob:
     def _sharing(self, config: SparseBalanceConfig) -> tuple[int, int]:
         """Most ranks between which heads travel, and that share a micro-batch.
 
-        Heads travel within a node, and beyond where the model's own attention stays for that.
+        Heads travel between all that share where they can, beyond a node, too: other ways are
+        slower for dense documents. Only where they leave all attention to the model do they say how
+        many share. Otherwise they travel within a node.
         """
-        given = self.layout, config, self.neighbours_per_node
-        if config.leaves_attention:
-            ranks = self.layout.data_parallel_size
-            served = replace(Exchange.of(self.shape), heads_within=ranks)
-            if served.heads_serve(largest := max_cp_size(*given, served)):
-                return ranks, largest
-        return self.neighbours_per_node, max_cp_size(*given)
+        given, ranks = (
+            (self.layout, config, self.neighbours_per_node),
+            self.layout.data_parallel_size,
+        )
+        served = replace(Exchange.of(self.shape), heads_within=ranks)
+        largest = max_cp_size(*given)
+        if config.leaves_attention and served.heads_serve(most := max_cp_size(*given, served)):
+            largest = most
+        return ranks if served.heads_serve(largest) else self.neighbours_per_node, largest
 
     def coverage(self, config: SparseBalanceConfig) -> CoverageCurves:
         """Coverage curves that have observed nothing yet."""

@@ -233,7 +233,6 @@ class StepFigures:
     coverage_base: Figure
     coverage_min: Figure
     unobserved: int
-    digest_mismatches: int
 
     @classmethod
     def of(cls, planned: PlannedStep, measured: StepMeasurement) -> "StepFigures":
@@ -279,7 +278,6 @@ class StepFigures:
             coverage_base=float(totals.base_sum / (totals.base_count or math.nan)),
             coverage_min=totals.minimum if math.isfinite(pairs) else math.nan,
             unobserved=totals.unobserved,
-            digest_mismatches=len(measured.differing_ranks),
         )
 
     def log_line(self) -> dict[str, float]:

@@ -13,7 +13,8 @@ from sparsebalance_megatron import __version__
 from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.pipeline.orders import PipelineOrder, order_to_run
+from sparsebalance_megatron.plan.pipeline.graph import order_to_run
+from sparsebalance_megatron.plan.pipeline.orders import PipelineOrder
 from sparsebalance_megatron.plan.step_plan import StepPlan
 
 

@@ -9,24 +9,23 @@ import errno
 import logging
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from io import TextIOWrapper
-from logging.handlers import QueueListener, RotatingFileHandler
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from queue import Full, Queue
+from threading import Thread
 from typing import Any
 
-import msgspec
 from msgspec import UNSET, structs
 
 from sparsebalance_megatron.config import flag_name
 from sparsebalance_megatron.json_file import UnreadableFileError, open_regular
 from sparsebalance_megatron.log.records import (
     LARGEST_COUNT,
-    Count,
+    LINE_START,
     DamagedLineError,
     Header,
     Record,
@@ -174,22 +173,28 @@ class LogWriter:
         max_bytes: int = DEFAULT_MAX_BYTES,
         max_queued: int = _MAX_QUEUED,
     ) -> None:
-        self._lines = LinesHandler(Path(path), header, max_bytes)
-        self._queue: Queue[logging.LogRecord] = Queue(max_queued)
-        self._listener = QueueListener(self._queue, self._lines)
+        self._path, self._header, self._max_bytes = Path(path), header, max_bytes // 2
+        longest_header = encode(structs.replace(header, lines_discarded=LARGEST_COUNT))
+        self._room_bytes = self._max_bytes - len(longest_header)
+        self._file: FileIO | None = None
+        self._discarded: int | None = None
+        # Who queues counts the first, the writing thread the others.
+        self._never_queued = self._not_written = self._reported = 0
+        self._has_warned = False
+        self._queue: Queue[Callable[[], object] | None] = Queue(max_queued)
         self._process = os.getpid()
-        self._listener.start()
+        self._thread = Thread(target=self._work, daemon=True)
+        self._thread.start()
         atexit.register(self.close)
-        self.append(None)
+        self._queue.put(self._open)
 
-    def append(self, make_record: Callable[[], Record] | None) -> None:
-        """Queue a line, which is made on the thread from what no longer changes; None writes the
-        header alone."""
+    def append(self, make_record: Callable[[], Record]) -> None:
+        """Queue a line, which is made on the thread from what no longer changes."""
         try:
-            self._queue.put_nowait(logging.makeLogRecord({"msg": make_record}))
+            self._queue.put_nowait(partial(self._write, make_record))
         except Full:
-            self._lines.never_queued += 1
-            self._lines.warn("the disk is slower than training")
+            self._never_queued += 1
+            self._warn("the disk is slower than training")
 
     def flush(self) -> None:
         """Wait until what is queued is written, or counted."""
@@ -198,94 +203,81 @@ class LogWriter:
     def close(self) -> None:
         atexit.unregister(self.close)
         if os.getpid() == self._process:
-            self.flush()
-            self._listener.stop()
-            self._lines.close()
+            self._queue.put(None)
+            self._thread.join()
 
+    def _work(self) -> None:
+        while (job := self._queue.get()) is not None:
+            try:
+                job()
+            except Exception as error:
+                self._warn(str(getattr(error, "strerror", None) or error))
+                if isinstance(error, OSError):
+                    # The next line begins anew behind what was written of this one.
+                    self._close_file()
+            self._queue.task_done()
+        self._close_file()
 
-class LinesHandler(RotatingFileHandler):
-    """Writes what log records make: a line each, or where that is None, the header alone."""
+    def _write(self, make_record: Callable[[], Record]) -> None:
+        lost = self._never_queued + self._not_written - self._reported
+        self._not_written += 1
+        record = make_record()
+        line = encode(structs.replace(record, lines_dropped=lost) if lost else record)
+        if len(line) >= self._room_bytes:
+            raise ValueError(f"a line of {len(line)} bytes exceeds half of the log")
+        file = self._file or self._open()
+        if file.tell() + len(line) >= self._max_bytes:
+            self._set_aside()
+            file = self._open()
+        _write_whole(file, line)
+        self._not_written -= 1
+        self._reported += lost
 
-    def __init__(self, path: Path, header: Header, max_bytes: int) -> None:
-        super().__init__(path, maxBytes=max_bytes // 2, backupCount=1, encoding="utf-8", delay=True)
-        self.terminator = ""
-        self._path = path
-        self._header = header
-        longest_header = encode(structs.replace(header, lines_discarded=LARGEST_COUNT))
-        self._room_bytes = self.maxBytes - len(longest_header)
-        self._discarded: int | None = None
-        # The queue's thread counts the first, the writing thread the others.
-        self.never_queued = self._not_written = self._reported = 0
-        self._warned = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        lost, failed = self.never_queued + self._not_written - self._reported, self._not_written
-        make: Callable[[], Record] | None = record.msg  # type: ignore[assignment]
-        try:
-            line = ""
-            if make is not None:
-                made = make()
-                line = encode(structs.replace(made, lines_dropped=lost) if lost else made).decode()
-            if len(line) >= self._room_bytes:
-                raise ValueError(f"a line of {len(line)} bytes exceeds half of the log")
-        except Exception as error:
-            self._lose(record, error)
-            return
-        record.msg = line
-        super().emit(record)
-        if line and self._not_written == failed:
-            self._reported += lost
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Count the line, and begin anew behind what was written of it."""
-        self._lose(record, sys.exception())
-        stream, self.stream = self.stream, None
-        with suppress(OSError, ValueError):
-            if stream is not None:
-                stream.close()
-
-    def _lose(self, record: logging.LogRecord, error: BaseException | None) -> None:
-        self._not_written += bool(record.msg)
-        self.warn(str(getattr(error, "strerror", None) or error))
-
-    def warn(self, reason: str) -> None:
-        if not self._warned:
-            self._warned = True
-            _logger.warning(
-                "sparse balance: log %s: %s; lines are left out and counted until it works",
-                self._path,
-                reason,
-            )
-
-    def doRollover(self) -> None:
-        self._discarded = (self._discarded or 0) + _lines_in(older_file(self._path))
-        super().doRollover()
-
-    def _open(self) -> TextIOWrapper:
+    def _open(self) -> FileIO:
+        """The file, with a header at its end."""
         if self._discarded is None:
             self._discarded = _discarded_before(self._path)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         before = self._path.stat().st_size if self._path.exists() else 0
         # A line that was cut off gets an end, of one byte.
         if before + 1 > self._room_bytes:
-            self.doRollover()
-        cut = "\n" if _ends_cut_off(self._path) else ""
+            self._set_aside()
+        cut = b"\n" if _ends_cut_off(self._path) else b""
         header = structs.replace(self._header, lines_discarded=self._discarded or UNSET)
-        stream = super()._open()
-        stream.write(cut + encode(header).decode())
-        return stream
+        self._file = FileIO(self._path, "a")
+        _write_whole(self._file, cut + encode(header))
+        return self._file
+
+    def _set_aside(self) -> None:
+        """Make the file the older one, in whose place."""
+        self._close_file()
+        older = older_file(self._path)
+        self._discarded = (self._discarded or 0) + _lines_in(older)
+        self._path.replace(older)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "sparse balance: log %s: %s; lines are left out and counted until it works",
+                self._path,
+                reason,
+            )
 
 
-class _Discarded(msgspec.Struct):
-    lines_discarded: Count = 0
-
-
-_DISCARDED = msgspec.json.Decoder(_Discarded)
+def _write_whole(file: FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
 
 
 def _discarded_before(path: Path) -> int:
     with suppress(UnreadableFileError, OSError, DamagedLineError), open_regular(path) as stream:
-        return decode(stream.readline(_READ_BYTES), _DISCARDED).lines_discarded
+        return decode(stream.readline(_READ_BYTES), LINE_START).lines_discarded
     return 0
 
 

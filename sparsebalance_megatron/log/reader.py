@@ -23,12 +23,13 @@ from sparsebalance_megatron.json_file import (
 )
 from sparsebalance_megatron.log.files import older_file, rank_log_path, step_log_path
 from sparsebalance_megatron.log.records import (
+    LINE_START,
     LOG_FORMAT,
     RANK_LOG,
     STEP_LOG,
-    Count,
     DamagedLineError,
     Header,
+    LineStart,
     Place,
     RankHeader,
     RankStep,
@@ -52,11 +53,6 @@ class RunLog:
     steps: tuple[StepRecord, ...]
     problems: tuple[str, ...]
 
-    @property
-    def lockstep_ranks(self) -> int:
-        """Ranks that waited for one another in every layer; 1 without a header."""
-        return self.header.job.lockstep_ranks if self.header else 1
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankLogs:
@@ -65,17 +61,6 @@ class RankLogs:
     headers: Mapping[Place, RankHeader]
     steps: Mapping[Place, RankStep]
     problems: tuple[str, ...]
-
-
-class _Line(msgspec.Struct):
-    """What tells lines apart without decoding them."""
-
-    type: str = ""
-    iteration: Count | None = None
-    log_format: int = 1
-
-
-_LINE = msgspec.json.Decoder(_Line)
 
 
 def _records[R: Record](
@@ -100,9 +85,9 @@ def _records[R: Record](
     for path in (older_file(newest), newest) if has_older else (newest,):
         with open_regular(path) as stream:
             for number, text in enumerate(_lines(stream, last_bytes), start=1):
-                line = _Line()
+                line = LineStart()
                 with suppress(DamagedLineError):
-                    line = decode(text, _LINE)
+                    line = decode(text, LINE_START)
                 if line.type in ("run", "rank"):
                     is_foreign = line.log_format != LOG_FORMAT
                 foreign += is_foreign

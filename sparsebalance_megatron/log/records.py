@@ -8,6 +8,7 @@ observations.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -28,14 +29,11 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.plan.context_groups import is_power_of_two
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan
 
 LARGEST_COUNT = 2**40
 Count = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
-Layer = Annotated[int, Meta(ge=0, le=10_000)]
-Length = Annotated[int, Meta(ge=1, le=LARGEST_COUNT)]
 Number = float | None
 """None, null in the log, where nothing was measured."""
 LONGEST_MS = 1e12
@@ -43,18 +41,13 @@ Milliseconds = Annotated[float, Meta(ge=0, le=LONGEST_MS)] | None
 """A measured or predicted time; a log with others is damaged."""
 Duration = Annotated[float, Meta(ge=1e-3, le=LONGEST_MS)] | None
 """A time that others are divided by: no step takes less than a microsecond."""
-Share = Annotated[float, Meta(ge=-1e-3, le=1.001)] | None
-"""A coverage, 0 to 1 but for rounding."""
 
 Place = tuple[int, int]
 """(data-parallel rank, pipeline stage)."""
 
-SIDES = ("predicted", "measured")
-
 LOG_FORMAT: Literal[2] = 2
 """Changes with the keys; logs of another format are not read."""
 
-_MAX_COUNT = 2**31
 _ROUNDING_MS = 1e-3
 _MS_DIGITS = 4
 _COVERAGE_DIGITS = 5
@@ -75,6 +68,15 @@ class Header(Record, frozen=True, kw_only=True):
 
     log_format: Literal[2]
     lines_discarded: Count | UnsetType = UNSET
+
+
+class LineStart(Struct):
+    """Keys that tell lines apart, read without the others."""
+
+    type: str = ""
+    iteration: Count | None = None
+    log_format: int = 1
+    lines_discarded: Count = 0
 
 
 class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
@@ -101,13 +103,8 @@ class RunHeader(Header, frozen=True, kw_only=True, tag="run"):
     world_size: Count | None = None
 
     def __post_init__(self) -> None:
-        job = self.job
-        sizes = job.data_parallel_size, job.micro_batches, job.micro_batch_group_size or 1
-        chunks = {len(stage) for stage in job.stage_layers}
-        if min(sizes) < 1 or job.micro_batch_group_size == 0 or len(chunks) != 1 or 0 in chunks:
-            raise ValueError(
-                "job must have ranks, micro-batches, and stages of equally many chunks"
-            )
+        if not self.job.stage_layers:
+            raise ValueError("job must have stages")
 
 
 class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
@@ -141,32 +138,15 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
         shape = self.measured.times_2RPVM.shape
         if len(shape) != 5 or shape[0] != 2 or 0 in shape:
             raise ValueError("times must be [2][rank][stage][virtual stage][micro-batch]")
-        _, ranks, stages, chunks, positions = shape
-        arrays = {
-            "predicted.times_2RPVM": (self.predicted.times_2RPVM, shape),
-            "measured.times_2RPVM": (self.measured.times_2RPVM, shape),
-            "measured.own times": (self.measured.own_2RPVM, shape),
-            "measured.schedule_ms": (self.measured.schedule_ms, (ranks, stages)),
-            "device_slowness_RP": (self.device_slowness_RP, (ranks, stages)),
-            "cp_sizes_RM": (self.cp_sizes_RM, (ranks, positions)),
-            "segments_RM": (self.segments_RM, (ranks, positions)),
-        }
-        for rank, segment_ms in enumerate(self.predicted.segment_ms):
-            segments = int(self.segments_RM[rank].sum()) if rank < ranks else 0
-            arrays[f"segment_ms of rank {rank}"] = segment_ms, (2, stages, segments)
-        for name, (values, expected) in arrays.items():
-            if values.shape != expected:
-                raise ValueError(f"{name} {values.shape} must be {expected}")
+        for name, values in {
+            "predicted.times_2RPVM": self.predicted.times_2RPVM,
+            "measured.times_2RPVM": self.measured.times_2RPVM,
+            "measured.own times": self.measured.own_2RPVM,
+        }.items():
+            if values.shape != shape:
+                raise ValueError(f"{name} {values.shape} must be {shape}")
             if not ((values >= -_ROUNDING_MS) & (values <= LONGEST_MS) | np.isnan(values)).all():
                 raise ValueError(f"{name} must be 0 to {LONGEST_MS:g}")
-        if not _are_counts(self.cp_sizes_RM) or not _are_groups(self.cp_sizes_RM):
-            raise ValueError(
-                f"cp_sizes_RM {str(self.cp_sizes_RM.tolist())[:60]} are no groups of neighbours"
-            )
-        if not _are_counts(self.segments_RM) or (chunks > 1 and self.segments_RM.max() > 1):
-            raise ValueError(
-                f"segments_RM {str(self.segments_RM.tolist())[:60]} must be at least 1"
-            )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -178,15 +158,10 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
         ranks, stages = self.shape[:2]
         return tuple((rank, stage) for rank in range(ranks) for stage in range(stages))
 
-    def times_2RPVM(self, side: str) -> np.ndarray:
-        """Own times of every micro-batch, of one of :data:`SIDES`; NaN where nothing was
-        measured."""
-        return self.measured.own_2RPVM if side == "measured" else self.predicted.times_2RPVM
-
     @property
     def complete(self) -> bool:
         """Whether every micro-batch was measured, forward and backward."""
-        return bool(np.isfinite(self.times_2RPVM("measured")).all())
+        return bool(np.isfinite(self.measured.own_2RPVM).all())
 
 
 class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
@@ -196,7 +171,7 @@ class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
     data_parallel_rank: Count
     pipeline_rank: Count
     tensor_parallel_rank: Count
-    chunk_layers: tuple[tuple[Layer, ...], ...] = field(name="layers")
+    chunk_layers: tuple[tuple[int, ...], ...] = field(name="layers")
     host: str
 
     @property
@@ -212,17 +187,7 @@ class RankMicroBatch(MicroBatchPlan):
     None on all ranks that share it but the first, and where a rank has no layers.
     """
 
-    coverage: tuple[Share, ...] | None
-
-    def __post_init__(self) -> None:
-        samples = len(self.lengths_tokens)
-        least = min((*self.lengths_tokens, samples, self.cp_size))
-        if least < 1 or min(self.rank, self.position) < 0:
-            raise ValueError("a micro-batch holds samples of at least one token on some rank")
-        if self.budgets_LS.size and self.budgets_LS.shape != (len(self.budgets_LS), samples):
-            raise ValueError(f"budgets_LS {self.budgets_LS.shape} must be [layer][sample]")
-        if not _are_counts(self.budgets_LS):
-            raise ValueError("budgets_LS must be numbers of blocks, at least 1")
+    coverage: tuple[Number, ...] | None
 
 
 class RankStep(Record, frozen=True, kw_only=True, tag="step"):
@@ -236,7 +201,7 @@ class RankStep(Record, frozen=True, kw_only=True, tag="step"):
 
     def __post_init__(self) -> None:
         for span in self.spans:
-            if span.direction not in list(Direction) or min(span[1:3] + span[5:]) < 0:
+            if span.direction not in list(Direction):
                 raise ValueError(f"spans holds {tuple(span)}, no forward or backward")
             if not 0 <= span.start_ms <= span.end_ms:
                 raise ValueError(f"spans holds one from {span.start_ms} to {span.end_ms} ms")
@@ -264,6 +229,7 @@ def _array(kind: type, value: Any) -> np.ndarray:
 
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 STEP_LOG = msgspec.json.Decoder(RunHeader | StepRecord, dec_hook=_array)
+LINE_START = msgspec.json.Decoder(LineStart)
 RANK_LOG = msgspec.json.Decoder(RankHeader | RankStep, dec_hook=_array)
 
 
@@ -271,35 +237,12 @@ def decode[R](text: bytes, decoder: msgspec.json.Decoder[R]) -> R:
     """The record of a line; DamagedLineError where it is cut off, or a key is not as it should."""
     try:
         return decoder.decode(text)
-    except msgspec.ValidationError as error:
-        reason = what_is_wrong(error, _anything(text))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = f"cut off or not JSON ({error})"
-    except RecursionError:
-        reason = "cut off or not JSON (nested too deep)"
+        if isinstance(error, msgspec.ValidationError):
+            with suppress(ValueError, RecursionError):
+                reason = what_is_wrong(error, msgspec.json.decode(text))
     raise DamagedLineError(reason)
-
-
-def _anything(text: bytes) -> Any:
-    try:
-        return msgspec.json.decode(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _are_counts(values: np.ndarray) -> bool:
-    whole = values.dtype.kind == "i" or not values.size
-    return whole and bool(((values >= 1) & (values <= _MAX_COUNT)).all())
-
-
-def _are_groups(cp_sizes_RM: np.ndarray) -> bool:
-    """Whether ranks fall into aligned groups of powers of two at every position."""
-    for sizes in cp_sizes_RM.T.tolist():
-        for rank, size in enumerate(sizes):
-            group = sizes[rank - rank % size :][:size]
-            if not is_power_of_two(size) or group != [size] * size:
-                return False
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from sparsebalance_megatron.flags import (
 from sparsebalance_megatron.megatron import cpu
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.unsupported import (
-    check_batches,
+    check_global_batch,
     check_supported,
     not_installed,
 )
@@ -197,7 +197,7 @@ def check_typed_flags(parser: ArgumentParser, argv: Sequence[str]) -> list[str]:
     config = config_from_args(args)
     check_supported(args, config)
     check_dense_length(config, args.seq_length)
-    check_batches(args)
+    check_global_batch(args)
     return not_installed(args)
 
 

@@ -205,10 +205,10 @@ def _custom_layout(layout: Any) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def batch_size_schedule(args: Namespace) -> tuple[tuple[int, int], ...]:
-    """(samples consumed, global batch size) pairs of ``--step-batch-size-schedule``, as Megatron's
-    own calculator reads it; none where the size is fixed."""
+    """(samples consumed, global batch size) pairs, as Megatron's own calculator reads
+    ``--step-batch-size-schedule``; one where the size is fixed."""
     if args.step_batch_size_schedule is None:
-        return ()
+        return ((0, args.global_batch_size),)
     from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatchesCalculator
 
     calculator = StepBatchsizeNumMicroBatchesCalculator(

@@ -38,10 +38,11 @@ from sparsebalance_megatron.attention.sequence.exchange import rank_slice, seque
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_with
 from sparsebalance_megatron.layer_budgets import DENSE, base_budgets, dense_up_to_blocks
 from sparsebalance_megatron.megatron.compat import default_layer_spec
-from sparsebalance_megatron.megatron.latent_positions import TruePositions
+from sparsebalance_megatron.megatron.hooks import TruePositions
 from sparsebalance_megatron.megatron.own_attention import sharing_heads
 from sparsebalance_megatron.megatron.packed_seq_params import (
-    CoverageObservation,
+    BASE,
+    EXECUTED,
     LayoutCache,
     LocalMicroBatch,
 )
@@ -376,27 +377,24 @@ class BudgetedCoreAttention(MegatronModule):
         """
         if not context.observe:
             return
-        one_S = torch.ones(layout.documents, dtype=torch.float32, device=qkv[0].device)
         # A dense layer covers everything at any budget.
         unseen = 1.0 if self._base_budget == DENSE else torch.nan
-        base_S = one_S * unseen
-        grid_SK = base_S[:, None].expand(-1, len(self._options.grid))
+        shape = layout.documents, len(self._options.grid) + 2
+        seen_SK = torch.full(shape, unseen, device=qkv[0].device)
         if context.observes_all and context.sequence is None and self._base_budget != DENSE:
-            with undisturbed(one_S.device):
+            with undisturbed(seen_SK.device):
                 ranking = rank_sequence(
                     *(self._options.selector, qkv[0], qkv[1], layout),
                     softmax_scale=self._softmax_scale,
                     max_budget=1,
                     observe=True,
                 )
-            curves_SK = self._mean_over_tensor_parallel(self._options.selector.coverage(ranking))
-            seen_SK = coverage_at(curves_SK, self._grid_and_base_on(curves_SK))
-            grid_SK, base_S = seen_SK[:, :-1], seen_SK[:, -1]
-        base_S = self._base_coverage(base_S, layout)
-        seen = CoverageObservation(grid_SK=grid_SK, executed_S=one_S, base_S=base_S)
+            seen_SK = self._coverage(ranking, context.budgets_LS[self._layer_index][: len(seen_SK)])
+        seen_SK[:, EXECUTED].fill_(1.0)
+        self._cover_at_base(seen_SK, layout)
         if others is not context:
-            seen = seen.followed_by(others.observations[self._layer_index])
-        context.observations[self._layer_index] = seen
+            seen_SK = torch.cat((seen_SK, others.observations[self._layer_index]))
+        context.observations[self._layer_index] = seen_SK
 
     @torch.no_grad()
     def select(
@@ -440,22 +438,23 @@ class BudgetedCoreAttention(MegatronModule):
 
     def observe(self, ranking: Any, budgets_S: Tensor, context: LocalMicroBatch) -> None:
         """Note the coverage of the budgets [S] that are executed, of base budgets and the grid."""
-        curves_SK = self._mean_over_tensor_parallel(self._options.selector.coverage(ranking))
-        seen_SK = coverage_at(
-            curves_SK, torch.cat((self._grid_and_base_on(curves_SK), budgets_S[:, None]), dim=1)
-        )
-        context.observations[self._layer_index] = CoverageObservation(
-            grid_SK=seen_SK[:, :-2],
-            executed_S=seen_SK[:, -1],
-            base_S=self._base_coverage(seen_SK[:, -2], context.layout),
-        )
+        seen_SK = self._coverage(ranking, budgets_S)
+        self._cover_at_base(seen_SK, context.layout)
+        context.observations[self._layer_index] = seen_SK
 
-    def _base_coverage(self, base_S: Tensor, layout: PackedLayout) -> Tensor:
-        """1 of documents that are attended to densely at the base budget, as given of others."""
+    def _coverage(self, ranking: Any, budgets_S: Tensor) -> Tensor:
+        """[S, K + 2] coverage that documents have at the grid's budgets, their base budget, and the
+        one that is given; of the heads of all tensor-parallel ranks."""
+        curves_SK = self._mean_over_tensor_parallel(self._options.selector.coverage(ranking))
+        budgets_SK = torch.cat((self._grid_and_base_on(curves_SK), budgets_S[:, None]), dim=1)
+        return coverage_at(curves_SK, budgets_SK)
+
+    def _cover_at_base(self, seen_SK: Tensor, layout: PackedLayout) -> None:
+        """Set base coverage to 1 where documents are attended to densely at the base budget."""
         is_short_S = layout.grid.blocks_S <= self._dense_blocks
-        if not is_short_S.any():
-            return base_S
-        return base_S.masked_fill(copied_to(torch.from_numpy(is_short_S), base_S.device), 1.0)
+        if is_short_S.any():
+            short_S = copied_to(torch.from_numpy(is_short_S), seen_SK.device)
+            seen_SK[:, BASE].masked_fill_(short_S, 1.0)
 
     def _grid_and_base_on(self, curves_SK: Tensor) -> Tensor:
         """[S, K + 1] budgets of the grid, then the base budget; copied to the device once."""

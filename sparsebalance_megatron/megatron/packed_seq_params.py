@@ -32,26 +32,9 @@ STEPS_PER_FULL_OBSERVATION = 8
 """In every such step documents are routed that are attended to densely."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CoverageObservation:
-    """Coverage of one micro-batch in one layer; tensors stay on the device until the step's end.
-
-    ``grid_SK``: at the budgets of the grid, NaN of documents that were not routed since they are
-    attended to densely. ``executed_S``, ``base_S``: at the executed and at the base budget; NaN
-    where the base budget does not cover a document that was not routed.
-    """
-
-    grid_SK: Tensor
-    executed_S: Tensor
-    base_S: Tensor
-
-    def followed_by(self, others: "CoverageObservation") -> "CoverageObservation":
-        """The observation of its documents and of others behind them."""
-        return CoverageObservation(
-            grid_SK=torch.cat((self.grid_SK, others.grid_SK)),
-            executed_S=torch.cat((self.executed_S, others.executed_S)),
-            base_S=torch.cat((self.base_S, others.base_S)),
-        )
+BASE, EXECUTED = -2, -1
+"""Columns of observed coverage behind those of the grid's budgets: at base budgets, and at executed
+ones."""
 
 
 @dataclass(kw_only=True)
@@ -81,7 +64,10 @@ class LocalMicroBatch:
             empty where no layer does.
         inputs: name -> values [T] on the host, which the model or the loss reads; None on stages
             that read none.
-        observations: by layer, so that a recomputed pass overwrites what it repeats.
+        observations: by layer, so that a recomputed pass overwrites what it repeats: coverage
+            [S, K + 2], on the device until the step's end. At the grid's budgets it is NaN of
+            documents that were not routed since they are attended to densely; at the base budget
+            of those among them that it does not cover.
     """
 
     layout: PackedLayout
@@ -101,7 +87,7 @@ class LocalMicroBatch:
     documents: int | None = None
     dense_documents_L: Sequence[int] = ()
     inputs: Mapping[str, np.ndarray] | None = None
-    observations: dict[int, CoverageObservation] = field(default_factory=dict)
+    observations: dict[int, Tensor] = field(default_factory=dict)
     _plain_params: dict[int, PackedSeqParams] = field(default_factory=dict, init=False, repr=False)
     _travelling: dict[int, TravellingHeads] = field(default_factory=dict, init=False, repr=False)
 
@@ -134,22 +120,16 @@ class LocalMicroBatch:
         group = None if self.sequence is None else self.sequence.group
         if group is None or not group.lists_by_heads or not self.observations:
             return
-        seen = self.observations.values()
-        seen_SK = torch.cat([torch.column_stack((x.grid_SK, x.executed_S, x.base_S)) for x in seen])
+        seen_SK = torch.cat(list(self.observations.values()))
         torch.distributed.all_reduce(seen_SK, group=group.process_group)
         means = (seen_SK / group.members).split(self.layout.documents)
-        for layer, mean_SK in zip(list(self.observations), means, strict=True):
-            *_, executed_S, base_S = mean_SK.unbind(1)
-            self.observations[layer] = CoverageObservation(
-                grid_SK=mean_SK[:, :-2], executed_S=executed_S, base_S=base_S
-            )
+        self.observations = dict(zip(self.observations, means, strict=True))
 
     def observe_everything(self, layers: Sequence[int], grid_budgets: int) -> None:
         """Note that layers whose attention is the model's own read everything."""
-        one_S = torch.ones(self.layout.documents, device=self.budgets_LS.device)
-        grid_SK = one_S[:, None].expand(-1, grid_budgets)
-        seen = CoverageObservation(grid_SK=grid_SK, executed_S=one_S, base_S=one_S)
-        self.observations.update(dict.fromkeys(layers, seen))
+        shape = self.layout.documents, grid_budgets + 2
+        seen_SK = torch.ones(shape, device=self.budgets_LS.device)
+        self.observations.update(dict.fromkeys(layers, seen_SK))
 
     def without(self, documents: int) -> "LocalMicroBatch":
         """The micro-batch of all but the first documents, with observations of its own."""

@@ -40,8 +40,7 @@ class RunSettings:
         dtype: see :func:`dtype_name`.
         sharded_parameters: whether ranks divide weights and gradients, too.
         micro_batch_size: samples of a micro-batch on average.
-        batch_size_schedule: (samples consumed, global batch size) pairs where the size changes.
-        data_path: and its like: words as typed, empty or None where not given.
+        data_flags: attributes with Megatron's names of flags that name data.
         pad_to_multiple_of: see :func:`token_multiple`.
         train_iters: None where the run ends otherwise.
         warm_up_samples: trained on while the learning rate rises.
@@ -52,18 +51,13 @@ class RunSettings:
     sequence_parallel: bool
     micro_batch_size: int
 
+    batch_sizes: BatchSizes
     split: str
     seed: int
-    batch_size_schedule: tuple[tuple[int, int], ...] = ()
-    data_path: tuple[str, ...] = ()
-    data_args_path: str | None = None
-    train_data_path: tuple[str, ...] = ()
-    valid_data_path: tuple[str, ...] = ()
-    test_data_path: tuple[str, ...] = ()
-    per_split_data_args_path: str | None = None
+    data_flags: Namespace
     eval_iters: int = 0
-    eval_micro_batch_size: int | None = None
-    eval_global_batch_size: int | None = None
+    evaluation_batch_size: int
+    evaluation_micro_batch_size: int
 
     tied_embeddings: bool = False
     distributed_optimizer: bool = False
@@ -84,16 +78,6 @@ class RunSettings:
         return self.host_job.max_sample_tokens
 
     @property
-    def batch_sizes(self) -> BatchSizes:
-        """Samples of every training step."""
-        return BatchSizes(schedule=self.batch_size_schedule or ((0, self.global_batch_size),))
-
-    @property
-    def evaluation_batch_size(self) -> int:
-        """Samples of an evaluation step."""
-        return self.eval_global_batch_size or self.global_batch_size
-
-    @property
     def context_parallel_size(self) -> int:
         """Megatron's."""
         return self.host_job.layout.context_parallel_size
@@ -106,12 +90,13 @@ class RunSettings:
     def check_batch_sizes(self, step: int) -> None:
         """Refuse a global batch size still to come that does not fill its micro-batches evenly."""
         for size in self.batch_sizes.sizes_from(step):
-            _micro_batches(
-                size,
-                self.micro_batch_size,
-                self.data_parallel_size,
-                scheduled=bool(self.batch_size_schedule),
-            )
+            self._micro_batches(size, self.micro_batch_size, self.data_parallel_size)
+
+    @staticmethod
+    def _micro_batches(size: int, micro_batch_size: int, data_parallel_size: int) -> int:
+        """Micro-batches of a rank in a step of so many samples."""
+        sizes = {"--micro-batch-size": micro_batch_size, "data-parallel size": data_parallel_size}
+        return whole_parts(size, "global batch size", sizes)
 
     @classmethod
     def from_transformer_config(
@@ -122,8 +107,7 @@ class RunSettings:
         data_parallel_size: int,
         seq_length: int,
         micro_batch_size: int,
-        global_batch_size: int,
-        batch_size_schedule: tuple[tuple[int, int], ...] = (),
+        batch_sizes: BatchSizes,
         shards_parameters: bool = False,
         order: Schedule | None = None,
         **others: Any,
@@ -134,6 +118,7 @@ class RunSettings:
         context-parallel ranks. ``shards_parameters``: whether all ranks gather the weights of every
         layer, and so begin it together. ``order``: see :class:`.Job`.
         """
+        largest = batch_sizes.largest
         ranks = data_parallel_size * transformer_config.context_parallel_size
         return cls(
             host_job=host_job(
@@ -142,18 +127,13 @@ class RunSettings:
                 data_parallel_size=ranks,
                 lockstep_ranks=ranks if shards_parameters else None,
                 order=order,
-                micro_batches=_micro_batches(
-                    global_batch_size,
-                    micro_batch_size,
-                    data_parallel_size,
-                    scheduled=bool(batch_size_schedule),
-                ),
+                micro_batches=cls._micro_batches(largest, micro_batch_size, data_parallel_size),
                 max_sample_tokens=seq_length,
-                global_batch_size=global_batch_size,
+                global_batch_size=largest,
             ),
             dtype=dtype_name(transformer_config),
             micro_batch_size=micro_batch_size,
-            batch_size_schedule=batch_size_schedule,
+            batch_sizes=batch_sizes,
             sequence_parallel=bool(transformer_config.sequence_parallel),
             pad_to_multiple_of=token_multiple(transformer_config),
             **others,
@@ -164,29 +144,22 @@ class RunSettings:
         """Settings of a run of ``megatron.training``, from its validated arguments."""
         from megatron.training.arguments import core_transformer_config_from_args
 
-        schedule = batch_size_schedule(args)
         return cls.from_transformer_config(
             core_transformer_config_from_args(args),
             vocab_size=args.padded_vocab_size,
             data_parallel_size=args.data_parallel_size,
             seq_length=args.seq_length,
             micro_batch_size=args.micro_batch_size,
-            global_batch_size=max((size for _, size in schedule), default=args.global_batch_size),
-            batch_size_schedule=schedule,
+            batch_sizes=BatchSizes(schedule=batch_size_schedule(args)),
             shards_parameters=_shards_parameters(args),
             split=args.split or "100,0,0",
             seed=args.seed,
             train_iters=args.train_iters,
             warm_up_samples=warm_up_samples(args),
-            data_path=tuple(args.data_path or ()),
-            data_args_path=args.data_args_path,
-            train_data_path=tuple(args.train_data_path or ()),
-            valid_data_path=tuple(args.valid_data_path or ()),
-            test_data_path=tuple(args.test_data_path or ()),
-            per_split_data_args_path=args.per_split_data_args_path,
+            data_flags=args,
             eval_iters=args.eval_iters or 0,
-            eval_micro_batch_size=args.eval_micro_batch_size,
-            eval_global_batch_size=args.eval_global_batch_size,
+            evaluation_batch_size=args.eval_global_batch_size,
+            evaluation_micro_batch_size=args.eval_micro_batch_size,
             distributed_timeout_minutes=args.distributed_timeout_minutes,
             tied_embeddings=not args.untie_embeddings_and_output_weights,
             distributed_optimizer=bool(args.use_distributed_optimizer),
@@ -212,14 +185,6 @@ def _shards_parameters(args: Namespace) -> bool:
     """Whether ranks gather weights, or scatter gradients, layer by layer in every micro-batch."""
     layer_by_layer = args.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
     return bool(args.use_torch_fsdp2 or (args.use_megatron_fsdp and layer_by_layer))
-
-
-def _micro_batches(
-    global_batch_size: int, micro_batch_size: int, data_parallel_size: int, *, scheduled: bool
-) -> int:
-    flag = "--step-batch-size-schedule: size" if scheduled else "--global-batch-size"
-    sizes = {"--micro-batch-size": micro_batch_size, "data-parallel size": data_parallel_size}
-    return whole_parts(global_batch_size, flag, sizes)
 
 
 def dtype_name(transformer_config: Any) -> str:

@@ -18,9 +18,8 @@ from sparsebalance_megatron.attention.select import selector_named
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.layer_budgets import base_budgets
 from sparsebalance_megatron.megatron.compat import arguments_of_weights
-from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.groups import is_power_of_two
 from sparsebalance_megatron.plan.job import whole_parts
-from sparsebalance_megatron.selector_registry import check_whole_documents
 
 
 @dataclass(frozen=True)
@@ -59,23 +58,6 @@ def _has_experts(get: Settings) -> bool:
     return bool(get("num_experts") or get("num_moe_experts"))
 
 
-def _plans_positions(get: Settings) -> bool:
-    """Whether steps may have fewer micro-batches than Megatron counts; as
-    :meth:`.PlanSettings.plans_positions` says of a job."""
-    config = get.config
-    most_ranks = config.max_context_parallel or get("context_parallel_size", 1)
-    return bool(
-        config.positions == "planned"
-        and config.batching == "makespan"
-        and get("pipeline_model_parallel_size", 1) == 1
-        and (
-            get("expert_model_parallel_size", 1) > 1
-            or get("use_torch_fsdp2")
-            or (config.context_parallel == "dynamic" and most_ranks > 1)
-        )
-    )
-
-
 def shards_unequally(get: Settings) -> bool:
     """Whether ranks that share parameters cannot save them: rows of a weight do not divide. Sizes
     that Megatron has not set yet are left out."""
@@ -109,7 +91,7 @@ def shards_unequally(get: Settings) -> bool:
 
 
 _ATTENTION_DTYPE = "attention runs in the model's dtype; drop it"
-_DATA_FLAGS = (
+DATA_FLAGS = (
     *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
     "per_split_data_args_path",
 )
@@ -269,7 +251,7 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--moe-router-load-balancing-type": lambda get: (
         _has_experts(get) and "global_aux_loss" in get("moe_router_load_balancing_type", ())
     ),
-    "--moe-paged-stash": lambda get: get("moe_paged_stash") and _plans_positions(get),
+    "--moe-paged-stash": lambda get: get("moe_paged_stash") and get.config.positions == "planned",
     "--num-query-groups": lambda get: (
         _kv_heads_are_shared(get) and get.config.selection != "token-query-head"
     ),
@@ -294,8 +276,8 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
         get("context_parallel_size", 1) > 1
         and get("seq_length", 0) % (2 * get("context_parallel_size", 1))
     ),
-    "no --data-path": lambda get: not any(map(get, _DATA_FLAGS)),
-    "--split": lambda get: get("split") and any(map(get, _DATA_FLAGS[2:])),
+    "no --data-path": lambda get: not any(map(get, DATA_FLAGS)),
+    "--split": lambda get: get("split") and any(map(get, DATA_FLAGS[2:])),
     "--dataloader-type": lambda get: get("dataloader_type") != "external",
     "--step-batch-size-schedule": lambda get: (
         get("step_batch_size_schedule")
@@ -388,13 +370,6 @@ def check_supported(args: Namespace, config: SparseBalanceConfig) -> None:
     get = Settings(args, config)
     if not 1 <= (seed := get("seed", 1)) <= _LARGEST_SEED:
         raise ConfigError(f"--seed {seed}: must be 1 to {_LARGEST_SEED}")
-    if get("use_torch_fsdp2"):
-        for flag in ("--pipeline-model-parallel-size", "--expert-model-parallel-size"):
-            if (size := get(flag[2:].replace("-", "_"), 1)) > 1:
-                raise ConfigError(
-                    f"{flag} {size}: Megatron trains neither pipelines nor expert parallelism with "
-                    f"parameters in shards over all ranks (FSDP2); use {flag} 1, or no FSDP2"
-                )
     _check(get, MODEL | TRAINING, get("seq_length", 0))
 
 
@@ -460,23 +435,15 @@ def _as_given(flag: str, value: Any) -> str:
 
 
 def _check_sharing(get: Settings, longest: int) -> None:
-    """Refuse a cap that the shares of the longest sample exceed, and a selection that needs whole
-    documents where ranks or segments divide them."""
-    config = get.config
-    cap = config.max_tokens_per_micro_batch
-    sharing = {
-        "--context-parallel-size": get("context_parallel_size", 1),
-        flag_name("max_context_parallel"): config.max_context_parallel or 1,
-    }
-    ranks = max(sharing.values())
+    """Refuse a cap that the shares of the longest sample exceed."""
+    cap = get.config.max_tokens_per_micro_batch
+    ranks = max(get("context_parallel_size", 1), get.config.max_context_parallel or 1)
     if cap is not None and cap * ranks < longest:
         raise ConfigError(
             f"--sparse-balance with --seq-length {longest}: "
             f"{flag_name('max_tokens_per_micro_batch')} {cap} cannot hold one longest sample; use "
             f"at least {-(-longest // ranks)}"
         )
-    parts = sharing | {flag_name("max_segments"): config.max_segments}
-    check_whole_documents(config.selection, parts)
 
 
 def check_resumed(args: Namespace) -> None:
@@ -554,23 +521,14 @@ def not_installed(args: Namespace) -> list[str]:
     ]
 
 
-def check_batches(args: Namespace) -> None:
-    """Refuse a global batch that does not fill its micro-batches, before Megatron asserts as much;
-    what a checkpoint decides is left to Megatron."""
+def check_global_batch(args: Namespace) -> None:
+    """Refuse a global batch that does not fill its micro-batches, before Megatron says so of
+    evaluation's, which is as large; what a checkpoint decides is left to Megatron."""
     get = Settings(args, SparseBalanceConfig())
     kinds = ("tensor_model", "pipeline_model", "context")
-    ranks_per_model = math.prod(get(f"{kind}_parallel_size", 1) for kind in kinds)
-    ranks = get("world_size", 1)
-    if get("use_checkpoint_args") or ranks_per_model < 1 or ranks % ranks_per_model:
-        return
-    for prefix in ("", "eval_"):
-        micro_batch_size, global_batch_size = (
-            get(f"{prefix}{name}", get(name)) for name in ("micro_batch_size", "global_batch_size")
-        )
-        if micro_batch_size and global_batch_size:
-            flag = "--" + prefix.replace("_", "-")
-            parts = {
-                f"{flag}micro-batch-size": micro_batch_size,
-                "data-parallel size": ranks // ranks_per_model,
-            }
-            whole_parts(global_batch_size, f"{flag}global-batch-size", parts)
+    ranks_per_model = max(1, math.prod(get(f"{kind}_parallel_size", 1) for kind in kinds))
+    ranks, rest = divmod(get("world_size", 1), ranks_per_model)
+    size, micro_batch_size = get("global_batch_size"), get("micro_batch_size")
+    if size and micro_batch_size and not rest and not get("use_checkpoint_args"):
+        parts = {"--micro-batch-size": micro_batch_size, "data-parallel size": ranks}
+        whole_parts(size, "--global-batch-size", parts)

@@ -7,7 +7,7 @@ from itertools import batched
 
 import numpy as np
 
-from sparsebalance_megatron.plan.context_groups import first_places
+from sparsebalance_megatron.plan.groups import Groups
 
 Placement = tuple[tuple[tuple[int, ...], ...], ...]
 """``placement[rank][position]``: the samples of a micro-batch."""
@@ -50,6 +50,11 @@ class Arrangement:
         return cls(samples=tuple(batched(held, positions)), cp_sizes_RM=cp_sizes_RM)
 
     @cached_property
+    def groups(self) -> Groups:
+        """Who shares each micro-batch."""
+        return Groups(self.cp_sizes_RM)
+
+    @cached_property
     def micro_batch_of_S(self) -> np.ndarray:
         """The place ``rank * M + position`` where every sample's micro-batch begins."""
         flat = [micro_batch for rank in self.samples for micro_batch in rank]
@@ -67,7 +72,7 @@ class Arrangement:
     def by_rank(self) -> Placement:
         """The micro-batches that each rank takes part in."""
         flat = [micro_batch for rank in self.samples for micro_batch in rank]
-        held = [flat[place] for place in first_places(self.cp_sizes_RM).tolist()]
+        held = [flat[place] for place in self.groups.first_J.tolist()]
         return tuple(batched(held, self.cp_sizes_RM.shape[1]))
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.plan.context_groups import is_power_of_two
+from sparsebalance_megatron.plan.groups import is_power_of_two
 from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of
 from sparsebalance_megatron.plan.pipeline.orders import MegatronSchedule, Schedule
 

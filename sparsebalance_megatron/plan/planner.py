@@ -11,7 +11,12 @@ import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms, step_bounds
-from sparsebalance_megatron.plan.budgets.policy import TunedBudgets, leading_LS, tune
+from sparsebalance_megatron.plan.budgets.policy import (
+    TunedBudgets,
+    leading_LS,
+    step_problem,
+    tune,
+)
 from sparsebalance_megatron.plan.candidates import best_candidate
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.segments import PlacedSegments
@@ -41,7 +46,7 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.
     """
-    problem = StepProblem.of(inputs)
+    problem = step_problem(inputs)
     best = best_candidate(problem)
     where, tuned = best.arrangement, tune(best.problem, best.arrangement)
     problem = problem.with_positions(best.problem.job.micro_batches)
@@ -179,6 +184,6 @@ def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | Non
     """Mean and minimum over the layers and samples whose curves are known."""
     if not problem.coverage.observed_LU.any():
         return None, None
-    coverage_LS = problem.coverage_LS(budgets_LS)
+    coverage_LS = problem.coverage.coverage_LS(problem.costs.blocks_S, budgets_LS)
     known = coverage_LS[~np.isnan(coverage_LS)]
     return (float(known.mean()), float(known.min())) if len(known) else (None, None)

@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups, first_places
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.step_costs import (
     SEQUENCES,
@@ -66,12 +65,13 @@ class PlacedSegments:
     def __init__(self, costs: StepCosts, where: Arrangement) -> None:
         self._costs, ranks = costs, costs.job.lockstep_ranks
         self.segments_EM = [list(map(len, of)) for of in where.segment_starts_blocks[::ranks]]
-        self.cp_sizes_EM = cp_sizes_of_groups(where.cp_sizes_RM, ranks)
+        groups = where.groups.of_lockstep(ranks)
+        self.cp_sizes_EM = groups.cp_sizes_RM
         rows, starts = (
             [row for of_group in batched(of, ranks) for row in zip(*of_group, strict=True)]
             for of in (where.samples, where.segment_starts_blocks)
         )
-        held_M, number_J = np.unique(first_places(self.cp_sizes_EM), return_inverse=True)
+        held_M, number_J = np.unique(groups.first_J, return_inverse=True)
         self._held = (
             [rows[place] for place in held_M.tolist()],
             [starts[place] for place in held_M.tolist()],
@@ -146,7 +146,8 @@ def _row_ms(
     micro_batches, starts_M = list(chain.from_iterable(rows)), list(chain.from_iterable(starts))
     cp_size_M = np.repeat(cp_size_J, members)
     ms, tokens_U = _pieces(costs, budgets_LS, micro_batches, starts_M, cp_size_M)
-    ms += costs.segment_constant_2X[:, None]
+    ms += costs.constant_2X[:, None]
+    ms[..., costs.own :] += np.array(costs.segments.operation_ms)[:, None, None]
     segments_M = np.array(list(map(len, starts_M)))
     first_M = np.cumsum(segments_M) - segments_M
     cp_size_U = np.repeat(cp_size_M, segments_M)
@@ -232,7 +233,7 @@ def _prefix(
             pairs_QXYA[some, column] = np.where(dense_L1A, 0.0, pairs_QLYA).sum(axis=1)
     pairs_XYA = pairs_QXYA.reshape(*levels, columns_X, *length_YA.shape)
     visible_YA = costs.work.visible_pairs(length_YA)
-    dense_AX = costs.dense_SX[sample_A]
+    dense_AX, pair_2X = costs.dense_SX[sample_A], costs.pair_2C[:, costs.chunk_of_X]
 
     def ms_2AX(feature: int, sparse: float = 1.0) -> np.ndarray:
         sparse_21X, denser_21X = (
@@ -245,7 +246,7 @@ def _prefix(
         + visible_YA[..., None] * ms_2AX(VISIBLE)[:, None]
         # What a piece costs whatever its length is added for each.
         + (tokens_YA > 0)[..., None] * ms_2AX(SEQUENCES, sparse=0.0)[:, None]
-        + np.moveaxis(pairs_XYA, -3, -1)[..., None, :, :, :] * costs.pair_2X[:, None, None]
+        + np.moveaxis(pairs_XYA, -3, -1)[..., None, :, :, :] * pair_2X[:, None, None]
     )
 
 

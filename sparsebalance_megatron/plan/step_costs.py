@@ -22,7 +22,6 @@ from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.cost.work_model import FEATURES, WorkModel
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups, first_places
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 
@@ -43,13 +42,11 @@ class StepCosts:
 
     Attributes:
         work: how block pairs follow from budgets.
-        constant_2C: ms of a micro-batch whatever it holds. Of attention it is that of sparse
-            attention in layers that attend to some sample sparsely.
-        layer_2CF: ms by feature of a sample in one layer that attends to it sparsely; without
-            experts where ranks wait in every layer.
+        layer_2CF: ms by feature of a sample in one layer that attends to it sparsely, without its
+            experts.
         denser_2CF: how much more it is in a layer that attends to it densely.
         outside_2CF: likewise of the embedding and the output head.
-        experts_2CF: likewise of all experts of the chunk, where ranks wait in every layer.
+        experts_2CF: likewise of all experts of the chunk.
         exchange_2: ms of receiving the keys and values of a token in one layer.
         exchange: how ranks share.
         segments: what passing the pipeline in segments costs.
@@ -61,7 +58,6 @@ class StepCosts:
     work: WorkModel
     block_size: int
     lengths_tokens_S: np.ndarray
-    constant_2C: np.ndarray
     layer_2CF: np.ndarray
     denser_2CF: np.ndarray
     outside_2CF: np.ndarray
@@ -97,41 +93,41 @@ class StepCosts:
         return np.concatenate([self.chunk_of_layer_L, every_C, every_C]) if self.own else every_C
 
     @cached_property
-    def constant_2X(self) -> np.ndarray:
-        """Ms of a micro-batch whatever it holds."""
-        return self._in_columns(self.own, self.constant_2C)
-
-    @property
-    def segment_constant_2X(self) -> np.ndarray:
-        """Ms of a segment whatever it holds."""
-        each_2C = np.array(self.segments.operation_ms)[:, None] + np.zeros(self.chunks)
-        return self.constant_2X + self._in_columns(self.own, each_2C)
+    def constant_2C(self) -> np.ndarray:
+        """Ms of a micro-batch whatever it holds. Of attention it is that of sparse attention in
+        layers that attend to some sample sparsely."""
+        layers_C, never_sparse_C = (
+            np.bincount(self.chunk_of_layer_L, some_L, self.chunks)
+            for some_L in (np.ones(self.job.layers), self.dense_LS.all(axis=1))
+        )
+        layer_2C, denser_2C, outside_2C, experts_2C = (
+            each_2CF[..., _MICRO_BATCHES]
+            for each_2CF in (self.layer_2CF, self.denser_2CF, self.outside_2CF, self.experts_2CF)
+        )
+        constant_2C = layers_C * layer_2C + never_sparse_C * denser_2C + outside_2C + experts_2C
+        return np.asarray(constant_2C)
 
     @cached_property
-    def own_2XF(self) -> np.ndarray:
-        """Ms by feature without experts, of a sample that no layer attends to densely."""
-        layer_2XF = self._layers_X[:, None] * self.layer_2CF[:, self.chunk_of_X]
-        return layer_2XF + self._in_columns(max(0, self.own - self.chunks), self.outside_2CF)
+    def constant_2X(self) -> np.ndarray:
+        """Ms of a micro-batch whatever it holds, in columns."""
+        return self._in_columns(self.own, self.constant_2C)
 
     @cached_property
     def sparse_2XF(self) -> np.ndarray:
         """Ms by feature, of a sample that no layer attends to densely."""
-        return self.own_2XF + self._in_columns(self.own, self.experts_2CF)
+        layer_2XF = self._layers_X[:, None] * self.layer_2CF[:, self.chunk_of_X]
+        outside_2XF = self._in_columns(max(0, self.own - self.chunks), self.outside_2CF)
+        return layer_2XF + outside_2XF + self._in_columns(self.own, self.experts_2CF)
 
     @cached_property
     def denser_2XF(self) -> np.ndarray:
         """How much more that is for each layer of the column that does."""
         return self.denser_2CF[:, self.chunk_of_X]
 
-    @cached_property
-    def pair_2X(self) -> np.ndarray:
-        """Ms of a block pair in one layer."""
-        return self.pair_2C[:, self.chunk_of_X]
-
     @property
     def sequence_2X(self) -> np.ndarray:
         """Ms of every sample on every rank that shares it."""
-        return self.own_2XF[..., SEQUENCES]
+        return self.sparse_2XF[..., SEQUENCES]
 
     @cached_property
     def exchange_2X(self) -> np.ndarray:
@@ -174,21 +170,23 @@ class StepCosts:
         cp_size = self.job.context_parallel_size
         if cp_size == 1:
             return self
-        share, received_2 = self.share_W[cp_size], self.received_2W[:, cp_size]
-        layer_2CF, outside_2CF = share * self.layer_2CF, share * self.outside_2CF
-        layer_2CF[..., SEQUENCES] = self.layer_2CF[..., SEQUENCES]
-        layer_2CF[..., TOKENS] += (received_2 * self.exchange_2)[:, None]
-        outside_2CF[..., SEQUENCES] = self.outside_2CF[..., SEQUENCES]
-        denser_2CF = self.denser_2CF.copy()
-        denser_2CF[..., TOKENS] += self.heads_more_2W[:, cp_size, None] / share
+        share_F = np.full(len(FEATURES), self.share_W[cp_size])
+        share_F[[_MICRO_BATCHES, SEQUENCES]] = 1.0
+        layer_2CF, outside_2CF, experts_2CF, denser_2CF = (
+            share_F * each
+            for each in (self.layer_2CF, self.outside_2CF, self.experts_2CF, self.denser_2CF)
+        )
+        layer_2CF[..., TOKENS] += (self.received_2W[:, cp_size] * self.exchange_2)[:, None]
+        denser_2CF[..., SEQUENCES] *= self.share_W[cp_size]
+        denser_2CF[..., TOKENS] += self.heads_more_2W[:, cp_size, None]
         slowness_RWP = self.slowness_RP.reshape(-1, cp_size, self.job.pipeline_stages)
         return replace(
             self,
             job=self.job.groups,
             layer_2CF=layer_2CF,
-            denser_2CF=share * denser_2CF,
+            denser_2CF=denser_2CF,
             outside_2CF=outside_2CF,
-            experts_2CF=share * self.experts_2CF,
+            experts_2CF=experts_2CF,
             exchange_2=np.zeros(2),
             slowness_RP=slowness_RWP.max(axis=1),
         )
@@ -256,19 +254,14 @@ class StepCosts:
         """Block pairs of every sample at budgets of shape [..., S]."""
         return self.work.attended_pairs(self.length_blocks_S, budgets)
 
-    def sparse_pairs_LS(self, budgets_LS: np.ndarray) -> np.ndarray:
-        """Block pairs of sparse attention; 0 where a layer attends densely."""
-        return np.where(self.dense_LS, 0.0, self.block_pairs(budgets_LS))
-
     def sample_ms(self, budgets_LS: np.ndarray) -> np.ndarray:
         """[2, S, X] ms of every sample, on a rank by itself."""
         pairs_XS = np.zeros(self.fixed_2SX.shape[:0:-1])
+        pairs_LS = np.where(self.dense_LS, 0.0, self.block_pairs(budgets_LS))
         # Layer by layer: numpy.add.at does the same several times slower.
-        for column, pairs_S in zip(
-            self.column_of_L.tolist(), self.sparse_pairs_LS(budgets_LS), strict=True
-        ):
+        for column, pairs_S in zip(self.column_of_L.tolist(), pairs_LS, strict=True):
             pairs_XS[column] += pairs_S
-        return self.fixed_2SX + pairs_XS.T * self.pair_2X[:, None]
+        return self.fixed_2SX + pairs_XS.T * self.pair_2C[:, None, self.chunk_of_X]
 
     def by_chunk(self, ms: np.ndarray) -> np.ndarray:
         """Ms [..., C] of chunks, from those [..., X] of columns."""
@@ -305,7 +298,7 @@ class StepCosts:
         return OperationTimes(
             graph=self.job.graph,
             ms_OR=ms_2CME.reshape(-1, ms_2CME.shape[-1]),
-            cp_sizes_RM=cp_sizes_of_groups(where.cp_sizes_RM, self.job.lockstep_ranks),
+            cp_sizes_RM=where.groups.of_lockstep(self.job.lockstep_ranks).cp_sizes_RM,
         )
 
     def own_ms_2RPVM(self, sample_2SX: np.ndarray, where: Arrangement) -> np.ndarray:
@@ -348,7 +341,7 @@ class StepCosts:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ms [2, E, M, W, X] of micro-batches on every member of lockstep groups, on an average
         device, and how slow the devices are."""
-        job, first_J = self.job, first_places(where.cp_sizes_RM)
+        job, first_J = self.job, where.groups.first_J
         sample_2SX = self.at_cp_size(sample_2SX, where.cp_size_S)
         ms_2JX = np.tile(self.constant_2X[:, None], (1, job.places, 1))
         for ms_JX, sample_SX in zip(ms_2JX, sample_2SX, strict=True):
@@ -404,12 +397,9 @@ def joined(
 def apart(ms_WX: np.ndarray, chunk_of_X: np.ndarray, slowness_WX: np.ndarray) -> np.ndarray:
     """Ms [..., W, C] of members that wait for no other in their own layers; see :func:`joined`."""
     own = len(chunk_of_X) - 1 - int(chunk_of_X[-1])
-    members, own_WX = ms_WX.shape[-2], ms_WX[..., :own] * slowness_WX[..., :own]
-    together_C = ms_WX[..., own:].mean(axis=-2, keepdims=True)
-    ms_WC = np.repeat(together_C, members, axis=-2) * slowness_WX[..., own:]
-    for column, chunk in enumerate(chunk_of_X[:own].tolist()):
-        ms_WC[..., chunk] += own_WX[..., column]
-    return np.asarray(ms_WC)
+    alone_WX = ms_WX.copy()
+    alone_WX[..., own:] = ms_WX[..., own:].mean(axis=-2, keepdims=True)
+    return joined(alone_WX[..., None, :], chunk_of_X, slowness_WX[..., None, :])
 
 
 def step_costs(
@@ -438,27 +428,16 @@ def step_costs(
     denser_2F = _coefficients_2F(cost, Part.DENSE_ATTENTION) - attention_2F
     layer_2F = attention_2F + _coefficients_2F(cost, Part.LINEAR)
     experts_2F = _coefficients_2F(cost, Part.EXPERTS)
-    layers_C, never_sparse_C = (
-        np.bincount(some, minlength=chunks)
-        for some in (job.chunk_of_layer_L, job.chunk_of_layer_L[dense_LS.all(axis=1)])
-    )
+    layers_C = np.bincount(job.chunk_of_layer_L, minlength=chunks)
     outside_2CF = np.zeros((2, chunks, len(FEATURES)))
     outside_2CF[:, 0] += _coefficients_2F(cost, Part.EMBEDDING)
     outside_2CF[:, -1] += _coefficients_2F(cost, Part.HEAD)
-    constant_2C = (
-        layers_C * (layer_2F + experts_2F)[:, None, _MICRO_BATCHES]
-        + outside_2CF[..., _MICRO_BATCHES]
-        + never_sparse_C * denser_2F[:, None, _MICRO_BATCHES]
-    )
-    if job.lockstep_ranks == 1:
-        layer_2F, experts_2F = layer_2F + experts_2F, np.zeros_like(experts_2F)
     scale_2C = scales.scales_2PV.reshape(2, -1)
     return StepCosts(
         job=job,
         work=cost.work,
         block_size=cost.block_size,
         lengths_tokens_S=lengths_S,
-        constant_2C=scale_2C * constant_2C,
         layer_2CF=scale_2C[..., None] * layer_2F[:, None],
         denser_2CF=scale_2C[..., None] * denser_2F[:, None],
         outside_2CF=scale_2C[..., None] * outside_2CF,

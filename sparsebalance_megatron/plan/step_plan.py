@@ -16,7 +16,7 @@ import numpy as np
 
 from sparsebalance_megatron.config import Batching
 from sparsebalance_megatron.errors import PlanError
-from sparsebalance_megatron.plan.context_groups import is_power_of_two, most_segments
+from sparsebalance_megatron.plan.groups import Groups, is_power_of_two
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -146,7 +146,7 @@ class StepPlan:
             np.array([[get(each) for each in rank.micro_batches] for rank in self._rank_plans])
             for get in (attrgetter("cp_size"), attrgetter("segments"))
         )
-        most_RM = most_segments(cp_sizes_RM, segments_RM)
+        most_RM = Groups(cp_sizes_RM).most_RM(segments_RM)
         return tuple(
             SegmentedSchedule(tuple(own_M), tuple(most_M))
             for own_M, most_M in zip(segments_RM.tolist(), most_RM.tolist(), strict=True)

@@ -9,16 +9,18 @@ import numpy as np
 from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.arrangement import Arrangement, Placement
-from sparsebalance_megatron.plan.budgets.policy import (
-    budget_problem,
-    tune,
-)
-from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
+from sparsebalance_megatron.plan.budgets.allowed import BudgetRange
 from sparsebalance_megatron.plan.coverage import CoverageCurves
-from sparsebalance_megatron.plan.job import Job, check_cp_sizes
+from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
+from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.balance import balanced
+from sparsebalance_megatron.plan.segments import PlacedSegments
 from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.plan.step_costs import step_costs
+from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
+
+ROUNDING = 1.0 + 1e-9
+"""Relative tolerance above summation-order error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,40 +43,33 @@ class PlanInputs:
     pinned_LS: np.ndarray | None = None
 
 
+class BudgetPolicy:
+    """Chooses budgets; this one keeps every sample's base budget."""
+
+    def allowed(
+        self, costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
+    ) -> BudgetRange:
+        """Budgets that may be chosen."""
+        base_LS = plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
+        return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
+
+    def tuned_LS(self, problem: "StepProblem", where: Arrangement) -> np.ndarray:
+        """Budgets of placed samples."""
+        return problem.allowed.base_LS
+
+
 @dataclass(frozen=True, kw_only=True)
-class StepProblem(BudgetProblem):
+class StepProblem:
     """A step to plan: its samples with all that they cost, and how to judge where they go.
 
     Its ``job`` is that of the inputs, or one of as many layers and samples that a search is for.
+    ``allowed``: budgets that the policy may choose.
     """
 
     inputs: PlanInputs
-
-    @classmethod
-    def of(cls, inputs: PlanInputs) -> "StepProblem":
-        """The problem that the inputs pose.
-
-        Raises:
-            PlanError: the inputs contradict one another.
-        """
-        job, plan_settings, coverage = inputs.job, inputs.plan_settings, inputs.coverage
-        cp_size = job.context_parallel_size
-        check_cp_sizes(job.data_parallel_size, cp_size, plan_settings.max_cp_size)
-        if plan_settings.config.block_size != inputs.cost.block_size:
-            raise PlanError(
-                f"block size {plan_settings.config.block_size} differs from the cost model's "
-                f"{inputs.cost.block_size}; profile again or change --sparse-balance-block-size"
-            )
-        if coverage.layers != job.layers:
-            raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
-        lengths = inputs.lengths_tokens
-        pinned_LS = _pinned(inputs.pinned_LS, job.layers, len(lengths))
-        dense_LS = plan_settings.dense_LS(job.layers, lengths)
-        if pinned_LS is not None:
-            blocks_S = -(-np.array(lengths) // plan_settings.config.block_size)
-            dense_LS &= (pinned_LS == 0) | (pinned_LS >= blocks_S)
-        costs = step_costs(lengths, job, inputs.cost, inputs.scales, dense_LS)
-        return cls(inputs=inputs, **vars(budget_problem(plan_settings, costs, coverage, pinned_LS)))
+    costs: StepCosts
+    policy: BudgetPolicy
+    allowed: BudgetRange
 
     @cached_property
     def of_groups(self) -> "StepProblem":
@@ -103,6 +98,24 @@ class StepProblem(BudgetProblem):
         return replace(self, costs=replace(self.costs, job=job))
 
     @property
+    def job(self) -> Job:
+        return self.costs.job
+
+    @property
+    def plan_settings(self) -> PlanSettings:
+        return self.inputs.plan_settings
+
+    @property
+    def coverage(self) -> CoverageCurves:
+        return self.inputs.coverage
+
+    @property
+    def pinned_S(self) -> np.ndarray:
+        """Whose budgets are given and not to be chosen."""
+        pinned_LS = self.inputs.pinned_LS
+        return np.zeros(len(self.lengths_tokens), bool) if pinned_LS is None else pinned_LS[0] > 0
+
+    @property
     def lengths_tokens(self) -> tuple[int, ...]:
         return self.inputs.lengths_tokens
 
@@ -125,9 +138,14 @@ class StepProblem(BudgetProblem):
             return base_LS
         try:
             where = Arrangement.of_placement(self.balanced_by(self.base_2SX))
-            return tune(self, where).budgets_LS
+            return self.policy.tuned_LS(self, where)
         except PlanError:
             return base_LS
+
+    @cached_property
+    def base_2SX(self) -> np.ndarray:
+        """Ms of every sample at base budgets."""
+        return self.costs.sample_ms(self.allowed.base_LS)
 
     @cached_property
     def expected_2SX(self) -> np.ndarray:
@@ -149,15 +167,18 @@ class StepProblem(BudgetProblem):
         plan_ms = self.plan_settings.config.plan_ms
         return share * step_ms if plan_ms is None else plan_ms
 
+    def sample_ms(self, budgets_LS: np.ndarray) -> np.ndarray:
+        """Ms of every sample at these budgets."""
+        at_base = budgets_LS is self.allowed.base_LS
+        return self.base_2SX if at_base else self.costs.sample_ms(budgets_LS)
 
-def _pinned(pinned_LS: np.ndarray | None, layers: int, samples: int) -> np.ndarray | None:
-    if pinned_LS is None or not pinned_LS.any():
-        return None
-    if pinned_LS.shape != (layers, samples):
-        raise PlanError(
-            f"pinned budgets have shape {pinned_LS.shape}, expected {(layers, samples)} (layers, "
-            "samples)"
-        )
-    if ((pinned_LS > 0).any(axis=0) != (pinned_LS > 0).all(axis=0)).any() or pinned_LS.min() < 0:
-        raise PlanError("pinned budgets: a sample's must be at least 1 in every layer, or 0 in all")
-    return pinned_LS
+    def micro_batch_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> OperationTimes:
+        """Times of the micro-batches of placed samples."""
+        return self.costs.micro_batch_ms(self.sample_ms(budgets_LS), where)
+
+    def makespans_ms(self, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
+        """[E] ms until the last operation of each lockstep group ends; a rank alone is one."""
+        if where.segment_starts_blocks:
+            placed = PlacedSegments(self.costs, where)
+            return makespans_ms(placed.times(placed.ms(budgets_LS)))
+        return makespans_ms(self.micro_batch_ms(budgets_LS, where))

@@ -7,7 +7,7 @@ The paper is arXiv:2604.13847.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,7 +36,10 @@ _STEPS = 4
 WINDOW_STEPS = 8
 """Steps that are planned to find what windows would give."""
 _TRIED_WINDOW = 4
-_LEAST_WINDOW_SPEEDUP = 1.05
+_LEAST_FLAG_SPEEDUP = 1.05
+"""Of flags that were not given, for them to be named."""
+_TRIED_SEGMENTS = 8
+_TRIED_CP_SIZE = 4
 _MOST_VARIATION = 0.3
 """Deviation over mean of tokens a step, beyond which tokens of some steps weigh much more."""
 _MOST_MOVES = 8
@@ -60,27 +63,23 @@ class Row(NamedTuple):
     def of(self, workload: Workload) -> Workload:
         """The workload, planned this way on the same ranks."""
         changes = {name: getattr(SparseBalanceConfig, name) for name in _CHOSEN} | {**self.changes}
-        given, cost, max_cp_size = workload.plan_settings, workload.cost, None
+        given, cost, ranks = workload.plan_settings, workload.cost, workload.job.data_parallel_size
+        max_cp_size = given.max_cp_size
         if given.max_cp_size == 1:
             changes.pop("context_parallel", None)
         elif "context_parallel" in changes:
             changes["max_context_parallel"] = None
             max_cp_size = workload.job.context_parallel_size
         if self.placed_by is dynamic_context_parallel:
-            ranks = workload.job.data_parallel_size
             max_cp_size = ranks & -ranks
         if changes["tuning"] == "anchor":
             # It plans no segments.
             changes["max_segments"] = 1
-        settings = replace(
-            given,
-            config=replace(given.config, **changes),
-            max_cp_size=max_cp_size or given.max_cp_size,
-        )
+        config = replace(given.config, **changes)
+        settings = replace(given, config=config, max_cp_size=max_cp_size)
         planned = replace(workload, plan_settings=settings, placed_by=self.placed_by)
         if cost.exchange.heads_within > 1:
             # Beyond a node, too, where the model's own attention stays for that.
-            ranks = workload.job.data_parallel_size
             beyond = replace(cost, exchange=replace(cost.exchange, heads_within=ranks))
             if _leaves_attention(replace(planned, cost=beyond)):
                 cost = beyond
@@ -163,14 +162,14 @@ def rows_of(workload: Workload) -> dict[str, Row]:
         given = flag_with("window", _TRIED_WINDOW)
         meaning = f"{EXACT}, where samples change places between steps ({given})"
         rows[EXACT_WINDOW] = Row({**MODES["exact"], "window": _TRIED_WINDOW}, meaning)
-    if given_row(workload, rows) is None:
+    if given_row(workload, rows) == GIVEN:
         own = {name: getattr(settings.config, name) for name in _CHOSEN}
         rows[GIVEN] = Row(own, "what these flags train")
     return rows
 
 
-def given_row(workload: Workload, rows: Mapping[str, Row]) -> str | None:
-    """The row that is planned as the workload itself; None where there is none."""
+def given_row(workload: Workload, rows: Mapping[str, Row]) -> str:
+    """The row that is planned as the workload itself; :data:`GIVEN` where no other is."""
     settings = workload.plan_settings
     if workload.is_dense:
         all_dense = MODES["exact"]["layer_budgets"]
@@ -178,7 +177,7 @@ def given_row(workload: Workload, rows: Mapping[str, Row]) -> str | None:
     planned = {
         name: row.of(workload).plan_settings for name, row in rows.items() if row.placed_by is None
     }
-    return next((name for name, each in planned.items() if each == settings or name == GIVEN), None)
+    return next((name for name, each in planned.items() if each == settings), GIVEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,48 +233,76 @@ class Comparison:
         return min(own, key=lambda row: row.ms, default=self.rows[0])
 
 
-def compare_ways(rows: Sequence[TableRow], given: tuple[str, ...]) -> Comparison:
-    """Plan one job in several ways, of which some are dense.
+def compare(rows: Sequence[TableRow], given: tuple[str, ...] | None = None) -> Comparison:
+    """Plan one job in several ways, of which some are dense. Without a ``given`` row they are
+    layouts: those that fit are planned, or all where none does, and the fastest comes first.
 
     Raises:
         PlanError: the given row, or no dense one, can be planned.
     """
-    found, refused = _planned(rows)
-    if given in refused:
-        raise PlanError(refused[given])
-    (chosen,) = (row for row in found if row.names == given)
-    return Comparison(rows=tuple(found), given=chosen, refused=refused)
-
-
-def compare_layouts(rows: Sequence[TableRow]) -> Comparison:
-    """Plan the rows that fit, or all where none does, of which some are dense: fastest first.
-
-    Raises:
-        PlanError: no dense row can be planned.
-    """
-    fitting = [row for row in rows if row.fits]
-    others = [row for row in rows if fitting and not row.fits]
-    found, refused = _planned(fitting or rows)
-    found.sort(key=lambda row: row.ms)
-    others.sort(key=lambda row: row.at_most_bytes)
-    own = [row for row in found if row.names[-1] != MEGATRON] or found
-    sparse = [row for row in own if not row.workload.is_dense]
-    return Comparison(rows=(*found, *others), given=(sparse or own)[0], refused=refused)
-
-
-def _planned(rows: Sequence[TableRow]) -> tuple[list[TableRow], dict[tuple[str, ...], str]]:
-    """The rows with what they are predicted to take, and why others cannot be planned."""
+    fitting = [row for row in rows if given or row.fits]
+    planned = fitting or rows
     found: list[TableRow] = []
     refused = {}
-    with progress_bar("plan", sum(len(row.workload.batches) for row in rows), "steps") as bar:
-        for row in rows:
+    with progress_bar("plan", sum(len(row.workload.batches) for row in planned), "steps") as bar:
+        for row in planned:
             try:
                 found.append(replace(row, outcome=predict(row.workload, watch=bar.update)))
             except PlanError as error:
                 refused[row.names] = str(error)
+    if given in refused:
+        raise PlanError(refused[given])
     if not any(row.workload.is_dense for row in found):
         raise PlanError(next(iter(refused.values())))
-    return found, refused
+    if given is None:
+        found.sort(key=lambda row: row.ms)
+        own = [row for row in found if row.names[-1] != MEGATRON] or found
+        sparse = [row for row in own if not row.workload.is_dense]
+        given = (sparse or own)[0].names
+        others = [row for row in rows if fitting and not row.fits]
+        found += sorted(others, key=lambda row: row.at_most_bytes)
+    chosen = next(row for row in found if row.names == given)
+    return Comparison(rows=tuple(found), given=chosen, refused=refused)
+
+
+def speedup_lines(given: TableRow, with_flags: Callable[[str], Workload]) -> Iterator[str]:
+    """Which flags make the given row's steps 5 % shorter or more, where they fit the memory of the
+    device.
+
+    Args:
+        with_flags: the job with more flags. Raises a ValueError where training refuses them.
+    """
+    assert given.outcome is not None
+    for flags in _tried_flags(given):
+        try:
+            workload = with_flags(flags)
+            row = TableRow(names=(flags,), workload=workload.of_steps(_STEPS))
+            step_ms = predict(row.workload).step_ms
+        except ValueError:
+            continue
+        speedup = sum(given.outcome.step_ms[: len(step_ms)]) / sum(step_ms)
+        if row.fits and speedup >= _LEAST_FLAG_SPEEDUP:
+            yield (
+                f"with {flags} they are predicted to be {speedup:.2f} times as fast, of at most "
+                f"{row.at_most_bytes / GIBIBYTE:,.1f} GiB"
+            )
+
+
+def _tried_flags(given: TableRow) -> Iterator[str]:
+    """Flags that may help where ranks wait or do more than they have to: to share samples that take
+    longer than all work would, spread evenly; to cut them; and where ranks share micro-batches, to
+    hold more tokens, so that fewer have to be shared."""
+    outcome, settings = given.outcome, given.workload.plan_settings
+    assert outcome is not None
+    lost = max(outcome.bubble_share, outcome.bound_ratio - 1.0)
+    if lost < _LEAST_FLAG_SPEEDUP - 1.0:
+        return
+    if settings.max_cp_size > 1:
+        yield flag_with("max_tokens_per_micro_batch", 2 * settings.max_tokens_per_micro_batch)
+    elif unhideable_steps(given.workload):
+        yield flag_with("max_context_parallel", _TRIED_CP_SIZE)
+    if given.workload.job.pipeline_stages > 1 and settings.config.max_segments == 1:
+        yield flag_with("max_segments", _TRIED_SEGMENTS)
 
 
 class EvenStages(NamedTuple):
@@ -308,7 +335,7 @@ def even_stages(workload: Workload) -> EvenStages | None:
     Raises:
         PlanError: a batch has no placement under the policy's cap.
     """
-    workload = replace(workload, batches=workload.batches[:_STEPS])
+    workload = workload.of_steps(_STEPS)
     job, stages = workload.job, workload.job.pipeline_stages
     if stages == 1 or job.virtual_stages > 1:
         return None
@@ -354,35 +381,35 @@ def window_lines(workload: Workload) -> tuple[str, ...]:
     settings = workload.plan_settings
     chosen = settings.config.window
     if chosen > 1:
-        varying = _variation(workload)
-        text = (
+        if (varying := _variation(workload)) <= _MOST_VARIATION:
+            return ()
+        return (
             f"tokens a step vary by {varying:.0%} with {flag_with('window', chosen)}: few samples "
             "hold most tokens, and those of short ones weigh more; raise --global-batch-size, or "
-            f"use {flag_name('max_context_parallel')} or {flag_name('max_segments')} instead"
+            f"use {flag_name('max_context_parallel')} or {flag_name('max_segments')} instead",
         )
-        return (text,) if varying > _MOST_VARIATION else ()
     steps = min(WINDOW_STEPS, len(workload.batches) // _TRIED_WINDOW * _TRIED_WINDOW)
     workload = replace(workload, batches=workload.batches[:steps])
-    arrives = settings.config.batching == "arrival"
-    if arrives or not steps or not unhideable_steps(workload):
+    if settings.config.batching == "arrival" or not steps or not unhideable_steps(workload):
         return ()
     config = replace(settings.config, window=_TRIED_WINDOW)
     dealt = replace(workload, plan_settings=replace(settings, config=config))
     try:
-        before_ms, after_ms = (
-            sum(step.plan.expectation.makespan_ms for step in each.planned_steps())
-            for each in (workload, dealt)
-        )
+        speedup = _planned_ms(workload) / _planned_ms(dealt)
     except PlanError:
         return ()
-    if before_ms / after_ms < _LEAST_WINDOW_SPEEDUP:
+    if speedup < _LEAST_FLAG_SPEEDUP:
         return ()
     return (
         f"steps wait for single samples of up to {max(map(max, workload.batches)):,} tokens: with "
-        f"{flag_with('window', _TRIED_WINDOW)} they are predicted to be {before_ms / after_ms:.2f} "
+        f"{flag_with('window', _TRIED_WINDOW)} they are predicted to be {speedup:.2f} "
         f"times as fast, their tokens to vary by {_variation(dealt):.0%} instead of "
         f"{_variation(workload):.0%}; other samples then share an optimizer step",
     )
+
+
+def _planned_ms(workload: Workload) -> float:
+    return sum(step.plan.expectation.makespan_ms for step in workload.planned_steps())
 
 
 def _variation(workload: Workload) -> float:

@@ -18,8 +18,8 @@ heaviest to the lightest.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import batched
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ from sparsebalance_megatron.plan.job import Job
 _SLACK = 1.05
 
 
-@dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Ranks that share samples: their tokens, and the sum of tokens squared."""
 
     ranks: int
@@ -40,9 +39,8 @@ class _Group:
     squared: float = 0.0
 
     def joined(self, sample: int, tokens: int) -> "_Group":
-        return _Group(
-            *(self.ranks, (*self.samples, sample), self.tokens + tokens, self.squared + tokens**2)
-        )
+        sums = self.tokens + tokens, self.squared + tokens**2
+        return _Group(self.ranks, (*self.samples, sample), *sums)
 
     @property
     def work(self) -> float:
@@ -63,10 +61,11 @@ def dynamic_context_parallel(
             f"dynamic context parallelism: {max(lengths_tokens)} tokens exceed {ranks} ranks of "
             f"{rank_tokens}"
         )
+    sizes = [*(1 << power for power in range((ranks - 1).bit_length())), ranks]
     waiting = sorted(range(len(lengths_tokens)), key=lambda sample: -lengths_tokens[sample])
     positions: list[list[_Group]] = []
     while waiting:
-        groups, waiting = _position(waiting, lengths_tokens, ranks, rank_tokens)
+        groups, waiting = _position(waiting, lengths_tokens, sizes, rank_tokens)
         positions.append(sorted(groups, key=lambda group: -group.ranks))
     samples: list[list[tuple[int, ...]]] = [[() for _ in positions] for _ in range(ranks)]
     cp_sizes_RM = np.empty((ranks, len(positions)), dtype=np.int64)
@@ -80,11 +79,14 @@ def dynamic_context_parallel(
 
 
 def _position(
-    waiting: Sequence[int], lengths_tokens: Sequence[int], ranks: int, rank_tokens: int
+    waiting: Sequence[int],
+    lengths_tokens: Sequence[int],
+    sizes: Sequence[int],
+    rank_tokens: int,
 ) -> tuple[list[_Group], list[int]]:
-    """The groups of a position, and the samples that wait for others."""
+    """The groups of a position, of one of these sizes, and the samples that wait for others."""
+    ranks = sizes[-1]
     limit = _SLACK * lengths_tokens[waiting[0]] * rank_tokens
-    sizes = [*(1 << power for power in range((ranks - 1).bit_length())), ranks]
     groups: list[_Group] = []
     left: list[int] = []
     for sample in waiting:
@@ -114,22 +116,9 @@ def _position(
         number = min(range(len(groups)), key=lambda each: groups[each].ranks)
         smallest = groups[number]
         if smallest.ranks > free:
-            return _of_all_ranks(waiting, lengths_tokens, ranks, rank_tokens)
-        doubled = 2 * smallest.ranks, smallest.samples, smallest.tokens, smallest.squared
-        groups[number] = _Group(*doubled)
+            return _position(waiting, lengths_tokens, [ranks], rank_tokens)
+        groups[number] = smallest._replace(ranks=2 * smallest.ranks)
     return groups, left
-
-
-def _of_all_ranks(
-    waiting: Sequence[int], lengths_tokens: Sequence[int], ranks: int, rank_tokens: int
-) -> tuple[list[_Group], list[int]]:
-    group, left = _Group(ranks), []
-    for sample in waiting:
-        if group.tokens + lengths_tokens[sample] <= ranks * rank_tokens:
-            group = group.joined(sample, lengths_tokens[sample])
-        else:
-            left.append(sample)
-    return [group], left
 
 
 def sorted_batches(lengths_tokens: Sequence[int], job: Job, rank_tokens: int) -> Placement:

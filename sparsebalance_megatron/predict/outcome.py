@@ -5,10 +5,8 @@ Shape legend: U segments.
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -17,19 +15,11 @@ from sparsebalance_megatron.cost.model import StageScales, counted_rates, traini
 from sparsebalance_megatron.cost.table import ModelShape
 from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.bounds import step_bounds
-from sparsebalance_megatron.plan.budgets.problem import feasible_range
-from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.pipeline.orders import (
-    PipelineOrder,
-    most_tokens_in_flight,
-    order_to_run,
-)
+from sparsebalance_megatron.plan.budgets.allowed import feasible_range
+from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan, StepPlan
 from sparsebalance_megatron.predict.workload import Workload
-
-Watch = Callable[[], object]
-"""Called after each planned step, to show how far a prediction is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,39 +53,28 @@ class Outcome:
     stages_at_most: tuple[StageMemory, ...]
 
 
-def predict(
-    workload: Workload,
-    *,
-    clock: Callable[[], float] = time.process_time,
-    watch: Watch = lambda: None,
-) -> Outcome:
-    """Plan all steps and sum them up.
-
-    Args:
-        clock: seconds, for the time that planning takes.
+def predict(workload: Workload, *, watch: Callable[[], object] = lambda: None) -> Outcome:
+    """Plan all steps and sum them up; ``watch`` is called after each.
 
     Raises:
         PlanError: a batch has no placement under the policy's cap.
     """
     steps = []
-    for step in workload.planned_steps(clock):
+    for step in workload.planned_steps():
         steps.append(step)
         watch()
-    plans, job = [step.plan for step in steps], workload.job
+    plans, job, settings = [step.plan for step in steps], workload.job, workload.plan_settings
     expected = [plan.expectation for plan in plans]
     step_ms = np.array([each.makespan_ms for each in expected])
     ratios = step_ms / [each.lower_bound_ms for each in expected]
     coverage = [each.coverage_mean for each in expected if each.coverage_mean is not None]
-    busy_ms = sum(float(each.times_2RPVM.sum()) for each in expected)
+    busy_ms, all_ms = sum(float(each.times_2RPVM.sum()) for each in expected), float(step_ms.sum())
     lengths = np.concatenate(workload.batches)
-    settings = workload.plan_settings
     alike = replace(settings, config=replace(settings.config, layer_budgets=None))
-    dense_S = alike.dense_LS(1, lengths)[0]
-    dense_S |= workload.is_dense
-    rates = counted_rates(workload.cost.device)
-    peak = rates and rates.flops_per_ms * workload.gpus * float(step_ms.sum())
-    block_size = workload.plan_settings.config.block_size
-    flops = partial(flops_of, shape=workload.memory.shape, block_size=block_size)
+    dense_S = alike.dense_LS(1, lengths)[0] | workload.is_dense
+    rates, block_size = counted_rates(workload.cost.device), settings.config.block_size
+    peak = rates and rates.flops_per_ms * workload.gpus * all_ms
+    flops = [flops_of(plan, shape=workload.memory.shape, block_size=block_size) for plan in plans]
     return Outcome(
         makespan_ms=float(step_ms.mean()),
         bound_ratio=float(ratios.mean()),
@@ -103,12 +82,11 @@ def predict(
         work_ratio=float(np.mean([each.work_ratio for each in expected])),
         plan_ms=float(np.median([step.plan_ms for step in steps])),
         step_ms=tuple(step_ms.tolist()),
-        tokens_per_second_per_gpu=float(lengths.sum() / (step_ms.sum() / 1e3) / workload.gpus),
-        utilisation=sum(map(flops, plans)) / peak if peak else None,
+        tokens_per_second_per_gpu=float(lengths.sum() / (all_ms / 1e3) / workload.gpus),
+        utilisation=sum(flops) / peak if peak else None,
         # Rounding may leave less than nothing where all are busy.
         bubble_share=max(
-            0.0,
-            1.0 - busy_ms / (job.data_parallel_size * job.pipeline_stages * float(step_ms.sum())),
+            0.0, 1.0 - busy_ms / (job.data_parallel_size * job.pipeline_stages * all_ms)
         ),
         dense_tokens_share=float(lengths[dense_S].sum() / lengths.sum()),
         stages=memory_of_steps(workload, plans),
@@ -133,17 +111,16 @@ def flops_of(plan: StepPlan, *, shape: ModelShape, block_size: int) -> float:
 
 def unhideable_steps(workload: Workload) -> int:
     """Steps with a sample that no placement hides, at the least budgets the policy allows."""
-    return sum(_unhideable(workload, batch) for batch in workload.dealt_batches)
-
-
-def _unhideable(workload: Workload, batch: tuple[int, ...]) -> bool:
     job, settings = replace(workload.job, context_parallel_size=1), workload.plan_settings
     scales = StageScales.ones(job.pipeline_stages, job.virtual_stages)
-    dense_LS = settings.dense_LS(job.layers, batch)
-    costs = step_costs(batch, job, workload.cost, scales, dense_LS)
-    floor_LS = feasible_range(costs, workload.coverage, settings).floor_LS
-    bounds = step_bounds(costs.sample_ms(floor_LS), costs, settings.max_cp_size)
-    return bool(bounds.unhideable_S.any())
+    found = 0
+    for batch in workload.dealt_batches:
+        dense_LS = settings.dense_LS(job.layers, batch)
+        costs = step_costs(batch, job, workload.cost, scales, dense_LS)
+        floor_LS = feasible_range(costs, workload.coverage, settings).floor_LS
+        bounds = step_bounds(costs.sample_ms(floor_LS), costs, settings.max_cp_size)
+        found += bool(bounds.unhideable_S.any())
+    return found
 
 
 def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[StageMemory, ...]:
@@ -151,8 +128,7 @@ def memory_of_steps(workload: Workload, plans: Sequence[StepPlan]) -> tuple[Stag
     steps = []
     for plan in plans:
         most_L = np.max([_most_L(workload, each) for each in plan.micro_batches], axis=0)
-        held = _tokens_held(plan, workload.job, workload.plan_settings.config.block_size)
-        steps.append(_stages(workload, most_L, held))
+        steps.append(_stages(workload, most_L, _tokens_held(workload, plan)))
     return tuple(
         max(of_stage, key=lambda each: each.total_bytes) for of_stage in zip(*steps, strict=True)
     )
@@ -173,7 +149,7 @@ def memory_at_most(workload: Workload) -> tuple[StageMemory, ...]:
     # In whole groups of an interleaved schedule: others are refused when they are planned.
     groups = -(-job.micro_batches // job.micro_batches_multiple_of)
     whole = replace(job, micro_batches=groups * job.micro_batches_multiple_of)
-    in_flight_P = most_tokens_in_flight(_order(whole), np.full(whole.micro_batches, cap))
+    in_flight_P = most_tokens_in_flight(whole.graph.order, np.full(whole.micro_batches, cap))
     if config.max_segments > 1:
         ahead_P = config.max_segments - 1 + np.arange(job.pipeline_stages, 0, -1)
         in_flight_P = cap * np.minimum(job.micro_batches, ahead_P)
@@ -223,19 +199,14 @@ def _stages(workload: Workload, budgets_L: np.ndarray, held: TokensHeld) -> tupl
     return tuple(found)
 
 
-def _order(job: Job) -> PipelineOrder:
-    """The order in which a pipeline runs micro-batches in one piece."""
-    sizes = job.pipeline_stages, job.micro_batches, job.virtual_stages
-    return order_to_run(job.schedule, *sizes)
-
-
-def _tokens_held(plan: StepPlan, job: Job, block_size: int) -> TokensHeld:
-    ranks = [plan.for_rank(rank).micro_batches for rank in range(plan.data_parallel_size)]
-    positions, cut = len(ranks[0]), [each for each in plan.micro_batches if each.segments > 1]
+def _tokens_held(workload: Workload, plan: StepPlan) -> TokensHeld:
+    job, block_size = workload.job, workload.plan_settings.config.block_size
     tokens_RM = plan.rank_tokens_RM()
-    in_flight_RP = most_tokens_in_flight(_order(replace(job, micro_batches=positions)), tokens_RM)
-    largest = tokens_RM.max()
+    positions, cut = tokens_RM.shape[1], [each for each in plan.micro_batches if each.segments > 1]
+    order = replace(job, micro_batches=positions).graph.order
+    in_flight_RP, largest = most_tokens_in_flight(order, tokens_RM), tokens_RM.max()
     if cut:
+        ranks = [plan.for_rank(rank).micro_batches for rank in range(plan.data_parallel_size)]
         tokens_RU = [
             np.concatenate([each.segment_tokens(block_size) / each.cp_size for each in own])
             for own in ranks

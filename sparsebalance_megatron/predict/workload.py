@@ -4,7 +4,7 @@ samples."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -119,9 +119,12 @@ class Workload:
 
     @property
     def gpus(self) -> int:
-        job = self.job
-        ranks = job.data_parallel_size * job.pipeline_stages
+        ranks = self.job.data_parallel_size * self.job.pipeline_stages
         return ranks * self.memory.shape.tensor_parallel_size
+
+    def of_steps(self, steps: int) -> "Workload":
+        """The first steps, at most so many."""
+        return replace(self, batches=self.batches[:steps])
 
     @property
     def dealt_batches(self) -> tuple[tuple[int, ...], ...]:
@@ -133,28 +136,20 @@ class Workload:
         """Whether all layers are."""
         return bool(self.plan_settings.dense_L(self.job.layers).all())
 
-    def planner(self, clock: Callable[[], float]) -> StepPlanner:
-        """A planner that has learnt nothing but the coverage to expect."""
-        return StepPlanner(
-            job=self.job,
-            plan_settings=self.plan_settings,
-            cost=self.cost,
-            coverage=self.coverage,
-            clock=clock,
-        )
-
-    def planned_steps(
-        self, clock: Callable[[], float] = time.perf_counter
-    ) -> Iterator[PlannedStep]:
-        """One step per batch, as training plans steps that take what was predicted.
-
-        Args:
-            clock: seconds, for the time that planning takes.
+    def planned_steps(self) -> Iterator[PlannedStep]:
+        """One step per batch, as training plans steps that take what was predicted: nothing is
+        learnt.
 
         Raises:
             PlanError: a batch has no placement under the policy's cap.
         """
-        planner = self.planner(clock)
+        planner = StepPlanner(
+            job=self.job,
+            plan_settings=self.plan_settings,
+            cost=self.cost,
+            coverage=self.coverage,
+            clock=time.process_time,
+        )
         known = planner.knowledge()
         for step, batch in enumerate(self.dealt_batches):
             placement = None

@@ -186,10 +186,14 @@ class ProfiledModel:
             return self._attention(qkv, partial(dense_attention, layout=layout, kernel=kernel))
         layouts, groups = LayoutPair.within(layout), self._config.num_query_groups
 
-        def by_lists(*qkv: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-            selection = Selection.of_everything(layouts, groups)
+        def by_lists(
+            q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, *, softmax_scale: float
+        ) -> tuple[Tensor, Tensor]:
+            everything = Selection.of_everything(layouts, groups)
             return block_sparse_attention(
-                *qkv, selection=selection, softmax_scale=softmax_scale, implementation=lists
+                *(q_THD, k_TGD, v_TGF, everything),
+                softmax_scale=softmax_scale,
+                implementation=lists,
             )
 
         return self._attention(qkv, by_lists)
@@ -390,12 +394,9 @@ def _exchange(
         deque(exchange.parts(*given), maxlen=0)
 
     def backward(_: None) -> None:
-        gradients = exchange.gradients(config.params_dtype, held)
-        for part in exchange.parts(*given):
-            gradients.add(
-                torch.cat((part.k_TGD, part.v_TGF), 2).to(wide_dtype(config.params_dtype))
-            )
-        gradients.result()
+        wide = wide_dtype(config.params_dtype)
+        parts = (torch.cat(kv, 2).to(wide) for *kv, _ in exchange.parts(*given))
+        exchange.gradient(parts, config.params_dtype, held)
 
     return Timed(forward=forward, backward=backward)
 

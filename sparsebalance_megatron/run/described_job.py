@@ -63,7 +63,7 @@ class DescribedJob:
         """
         settings, size = self.settings, self.settings.batch_sizes.size_of(0)
         if lengths_tokens is None:
-            blend = read_blends(settings)["train"]
+            blend = read_blends(settings.data_flags)["train"]
             index = samples_of_split(settings, self.config, blend, "train", lengths_only=True)
             if index is None:
                 raise WorkloadError("the flags leave no document to train on; see --split")

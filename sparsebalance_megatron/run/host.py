@@ -20,8 +20,11 @@ from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.learn.host_planner import HostJob, HostPlanner
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
-from sparsebalance_megatron.megatron.core_attention import replace_core_attention
+from sparsebalance_megatron.megatron.compat import enable_variable_lengths
+from sparsebalance_megatron.megatron.core_attention import (
+    replace_core_attention,
+    sparse_balance_layer_spec,
+)
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import (
@@ -78,7 +81,7 @@ class HostRun:
     def layer_spec(self, spec: Any = None, *, vp_stage: int | None = None) -> Any:
         """Give the decoder's layer spec; see :meth:`.TrainerRun.layer_spec`."""
         if spec is None:
-            spec = default_layer_spec(self._transformer_config, vp_stage)
+            return sparse_balance_layer_spec(self._options)(self._transformer_config, vp_stage)
         return replace_core_attention(spec, self._options)
 
     def plan_as_placed(
@@ -270,10 +273,7 @@ class HostRun:
 
     def end_step(self) -> dict[str, float]:
         """Learn from a training step; see :meth:`.TrainerRun.end_step`."""
-        return self._run.end_whole_step(
-            "attach each micro-batch of the plan once per model chunk, on every pipeline stage",
-            "what attach returns",
-        )
+        return self._run.end_whole_step()
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint; alike on all ranks, between a step's end and the next."""

@@ -153,8 +153,8 @@ class Inputs:
         """Make the scheduler of evaluation, with what the training run knows."""
         settings = self.settings
         batch_size = settings.evaluation_batch_size
-        micro_batch_size = settings.eval_micro_batch_size or settings.micro_batch_size
-        micro_batches = batch_size // (micro_batch_size * settings.data_parallel_size)
+        samples = settings.evaluation_micro_batch_size * settings.data_parallel_size
+        micro_batches = batch_size // samples
         job = replace(self.job, micro_batches=micro_batches)
         dense = self.config.eval_attention == "dense"
         return training.for_evaluation(index, job, batch_size, dense=dense)
@@ -268,7 +268,7 @@ def read_costs(settings: RunSettings, config: SparseBalanceConfig, device_type: 
 
 def read_inputs(settings: RunSettings, config: SparseBalanceConfig, device_type: str) -> Inputs:
     """Read the index and the cost table, which must be of ``device_type``, and lay out the job."""
-    blends = read_blends(settings)
+    blends = read_blends(settings.data_flags)
     if blends["train"] is None:
         raise ConfigError("no --train-data-path: nothing to train on; give its data sets")
     train = samples_of_split(settings, config, blends["train"], "train")
@@ -314,9 +314,9 @@ def fingerprint(inputs: Inputs) -> dict[str, str]:
     }
     # A blend's share to as many digits as weights have.
     sources = {
-        f"source {number}": f"{Path(source.prefix).name}, weight {source.weight:.9g}, samples "
+        f"source {number}": f"{Path(source.prefix).name}, weight {weight:.9g}, samples "
         f"{source.digest[:16]}"
-        for number, source in enumerate(inputs.train.sources, start=1)
+        for number, (source, weight) in enumerate(inputs.train.sources, start=1)
     }
     others = {
         "job shape": str(inputs.job),

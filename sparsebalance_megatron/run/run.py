@@ -15,7 +15,6 @@ from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.measurement import StepFigures, StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import FinishedStep
-from sparsebalance_megatron.megatron.experts import watch_expert_collectives
 from sparsebalance_megatron.megatron.hooks import (
     install_hooks,
     leave_out_padding,
@@ -31,6 +30,7 @@ from sparsebalance_megatron.megatron.timing import (
     HostClock,
     MicroBatchRecorder,
     Place,
+    watch_expert_collectives,
 )
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job, lockstep_notice
@@ -218,10 +218,9 @@ class Run:
             self._losses.append(torch.stack([loss.double(), tokens.double()]))
             self._reports.append(report)
 
-    def end_whole_step(self, remedy: str, model_remedy: str) -> dict[str, float]:
-        """End a step where the trainer calls; ``remedy`` is for missing forwards, ``model_remedy``
-        what to give the model."""
-        problem = self._problem(remedy, model_remedy)
+    def end_whole_step(self) -> dict[str, float]:
+        """End a step where the trainer calls."""
+        problem = self._problem()
         digest = b"" if self.running is None else self.running.plan.digest()
         failing = check_executed_plans(problem is not None, digest, self._device)
         if failing:
@@ -229,19 +228,22 @@ class Run:
             raise IntegrationError(problem or other)
         return self.end_step()
 
-    def _problem(self, remedy: str, model_remedy: str) -> str | None:
+    def _problem(self) -> str | None:
         """What is missing of a whole step on this rank."""
         running, stage = self.running, self.job.stage_layers[self.place.pipeline_rank]
         forwards = int(self._order.segments_M.sum()) if running else self.job.micro_batches
         expected = len(stage) * forwards
         if running is None or len(self.seen) != expected:
-            return f"end_step after {len(self.seen)} forward steps, expected {expected}: {remedy}"
+            return (
+                f"end_step after {len(self.seen)} forward steps, expected {expected}: call it "
+                "once, when every model chunk has run each micro-batch of the plan once"
+            )
         blind = sum(len(each.observations) < len(stage[each.chunk]) for each in self.seen)
         if blind:
             return (
                 f"step {running.plan.step}: {blind} of {expected} forward steps never reached the "
-                "plugin's attention; build the model with run.layer_spec and give it "
-                f"{model_remedy}"
+                "plugin's attention; build the model with run.layer_spec and give it the plugin's "
+                "packed_seq_params"
             )
         if not self._recorder.wait():
             return (
@@ -272,8 +274,6 @@ class Run:
             )
             measured = measured.without_waiting(planned.plan.micro_batches)
             if differing := measured.differing_ranks:
-                if self.sinks is not None:
-                    self.sinks.write_mismatches(iteration, len(differing))
                 raise PlanMismatchError(
                     f"step {step}: ranks {list(differing)} executed another plan than rank 0; "
                     "check that all ranks run the same software on the same data"

@@ -34,7 +34,6 @@ from sparsebalance_megatron.run.agreement import gather_or_raise, print_rank_0
 from sparsebalance_megatron.run.inputs import Inputs
 
 PREFIX = "sparse-balance"
-MISMATCHES = "digest-mismatches"
 
 
 def prepare_log_directory(path: str, *, keep_in_place: bool) -> LogDirectory:
@@ -105,11 +104,6 @@ class StepSinks:
         flops = flops_of(step.planned.plan, shape=self._shape, block_size=self._block_size)
         return step_record(step, self._dealt, flops / 1e12)
 
-    def write_mismatches(self, iteration: int, mismatches: int) -> None:
-        """The last scalar of a run whose ranks executed different plans, whatever the interval."""
-        if self._writers is not None:
-            write_scalars(self._writers, iteration, {MISMATCHES: mismatches})
-
 
 def run_header(inputs: Inputs, device: torch.device, world_size: int) -> RunHeader:
     """The first line of the step log."""
@@ -128,8 +122,8 @@ def run_header(inputs: Inputs, device: torch.device, world_size: int) -> RunHead
         world_size=world_size,
         device="cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         sources=tuple(
-            {"prefix": each.prefix, "weight": each.weight, "counts": asdict(each.counts)}
-            for each in inputs.train.sources
+            {"prefix": each.prefix, "weight": weight, "counts": asdict(each.counts)}
+            for each, weight in inputs.train.sources
         ),
     )
 

@@ -25,14 +25,14 @@ from sparsebalance_megatron.learn.measurement import (
     StepTimes,
     lockstep_waiting,
 )
-from sparsebalance_megatron.megatron.experts import COLLECTIVES_PER_LAYER
 from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
+from sparsebalance_megatron.megatron.timing import COLLECTIVES_PER_LAYER
 from sparsebalance_megatron.plan.coverage import length_bucket
 from sparsebalance_megatron.plan.job import Job
 
-ONE, EXECUTED, BASE, BASE_ONE = range(-4, 0)
-"""Columns behind the K of the grid: 1, executed coverage, coverage at base budgets, and 1 where the
-last is known."""
+BASE, EXECUTED, ONE, BASE_KNOWN = range(-4, 0)
+"""Columns behind the K of the grid: coverage at base and at executed budgets, 1, and 1 where base
+coverage is known."""
 _EXTRA_COLUMNS = 4
 DIGEST_BYTES = 6
 """Leading bytes of a digest that are compared: the largest count that float64 holds exactly."""
@@ -43,8 +43,8 @@ class ObservedCoverage:
     """This rank's coverage observations of one step, laid side by side.
 
     ``pieces`` says whose the rows are, ``group_O`` their ``layer * U + bucket``; ``values_OC``
-    holds the grid's coverage and then the extra columns, float64, on the device that observed, or
-    is None where nothing was.
+    holds what was observed and two more columns, float64, on the device that observed, or is None
+    where nothing was.
     """
 
     pieces: tuple[Piece, ...]
@@ -58,7 +58,7 @@ class ObservedCoverage:
         Ranks that share a micro-batch see the same, and only the first reports it; of segments, the
         last.
         """
-        pieces, groups, columns = [], [], []
+        pieces, groups, rows = [], [], []
         for context in seen:
             context.join_observations()
             if not context.counts:
@@ -66,20 +66,15 @@ class ObservedCoverage:
             layout = context.layout
             samples = layout.documents - context.padding_documents
             bucket_S = length_bucket(layout.grid.blocks_S[:samples]).astype(np.int64)
-            for layer, observation in context.observations.items():
+            for layer, seen_SK in context.observations.items():
                 pieces.append(Piece(context.position, layer, samples))
                 groups.append(layer * buckets + bucket_S)
-                seen_S = observation.executed_S, observation.base_S
-                columns.append([each[:samples] for each in (observation.grid_SK, *seen_S)])
+                rows.append(seen_SK[:samples])
         values_OC = None
-        if columns:
+        if rows:
             # The same few operations on the device, however many observations.
-            grid_OK, executed_O, base_O = (
-                torch.cat(parts).double() for parts in zip(*columns, strict=True)
-            )
-            known_O = base_O.isfinite().double()
-            extra = torch.ones_like(executed_O), executed_O, base_O, known_O
-            values_OC = torch.cat([grid_OK, torch.stack(extra, dim=1)], dim=1)
+            values_OC = torch.nn.functional.pad(torch.cat(rows).double(), (0, 2), value=1.0)
+            values_OC[:, BASE_KNOWN] = values_OC[:, BASE].isfinite()
         return cls(
             pieces=tuple(pieces),
             group_O=np.concatenate(groups) if groups else np.empty(0, dtype=np.int64),
@@ -221,7 +216,7 @@ class StepReducer:
                 counts_LU=counts_LU,
                 executed_L=extra_LC[:, EXECUTED],
                 base_sum=float(extra_LC[:, BASE].sum()),
-                base_count=float(extra_LC[:, BASE_ONE].sum()),
+                base_count=float(extra_LC[:, BASE_KNOWN].sum()),
                 counts_L=extra_LC[:, ONE],
                 minimum=float(part["minima"].min()),
                 unobserved=int(part["unobserved"][0]),

@@ -5,6 +5,7 @@ Trainers that call Megatron's schedules themselves begin one, and :mod:`.trainin
 into ``megatron.training``, which is not loaded here.
 """
 
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,15 +19,19 @@ from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError, PlanError
 from sparsebalance_megatron.learn.measurement import StepMeasurement
 from sparsebalance_megatron.learn.planned_step import PlannedStep
-from sparsebalance_megatron.learn.scheduler import Scheduler
+from sparsebalance_megatron.learn.scheduler import BatchSizes, Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
 from sparsebalance_megatron.log.files import LogDirectory
-from sparsebalance_megatron.megatron.compat import default_layer_spec, enable_variable_lengths
-from sparsebalance_megatron.megatron.core_attention import replace_core_attention
+from sparsebalance_megatron.megatron.compat import enable_variable_lengths
+from sparsebalance_megatron.megatron.core_attention import (
+    replace_core_attention,
+    sparse_balance_layer_spec,
+)
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
 from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size, make_sequence_groups
 from sparsebalance_megatron.megatron.settings import RunSettings
+from sparsebalance_megatron.megatron.unsupported import DATA_FLAGS
 from sparsebalance_megatron.plan.pipeline.orders import Schedule
 from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.run.agreement import (
@@ -51,8 +56,9 @@ class TrainerRun:
         transformer_config: the model's; None where :meth:`layer_spec` is not called.
         ends_steps: whether the loop is Megatron's, which runs steps as planned and ends them;
             otherwise the trainer calls :meth:`end_step`.
-        keep_state: is given :meth:`state_dict` when a step has been learnt from.
-        make_scheduler: gives what plans the run.
+
+    ``keep_state`` is given :meth:`state_dict` when a step has been learnt from; ``make_scheduler``
+    gives what plans the run; ``all_stages_read`` has chunks read tokens that need none.
     """
 
     def __init__(
@@ -62,18 +68,16 @@ class TrainerRun:
         transformer_config: Any = None,
         *,
         ends_steps: bool = False,
-        keep_state: Callable[[Callable[[], dict[str, Any]]], None] = lambda state_dict: None,
-        make_scheduler: Callable[[Inputs], Scheduler] = Inputs.scheduler,
     ) -> None:
         self.inputs = inputs
         self.device = device
         self.scheduler: Scheduler
         self.all_stages_read = False
+        self.keep_state: Callable[[Callable[[], dict[str, Any]]], None] = lambda state_dict: None
+        self.make_scheduler: Callable[[Inputs], Scheduler] = Inputs.scheduler
         self._options = inputs.attention_options
         self._transformer_config = transformer_config
         self._ends_steps = self._runs_as_planned = ends_steps
-        self._keep_state = keep_state
-        self._make_scheduler = make_scheduler
         self._run: Run | None = None
         self._packing: SequencePacking
         self._record: dict[str, str] = {}
@@ -97,7 +101,7 @@ class TrainerRun:
         """Give the decoder's layer spec with core attention replaced, for ``GPTModel``; see
         :func:`.replace_core_attention`. ``spec``: None is what Megatron chooses for the model."""
         if spec is None:
-            spec = default_layer_spec(self._transformer_config, vp_stage)
+            return sparse_balance_layer_spec(self._options)(self._transformer_config, vp_stage)
         return replace_core_attention(spec, self._options)
 
     def wrap_forward_step(self, forward_step: Callable[..., Any]) -> "ForwardStep":
@@ -176,7 +180,7 @@ class TrainerRun:
         if inputs.config.log_dir is not None:
             directory = inputs.config.log_dir
             self._log_directory = prepare_log_directory(directory, keep_in_place=resumed)
-        scheduler = self._make_scheduler(inputs)
+        scheduler = self.make_scheduler(inputs)
         if self._loaded_state is not None:
             take_over(self._loaded_state, scheduler, self._record)
         elif resumed:
@@ -218,7 +222,7 @@ class TrainerRun:
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
         self.scheduler.finish_step(planned.plan.step, measured)
-        self._keep_state(self.state_dict)
+        self.keep_state(self.state_dict)
 
     def _token_counts(self, plan: StepPlan) -> dict[str, int]:
         """Tokens that a step's plan pads, over all ranks, and those that the data set lost."""
@@ -292,12 +296,7 @@ class TrainerRun:
                 given the plugin's ``packed_seq_params``.
             PlanMismatchError: on all ranks alike, if they executed different plans.
         """
-        return self.run.end_whole_step(
-            "call it once, after the schedule that wrap_schedule gave has run"
-            if self._runs_as_planned
-            else "call it once, after a schedule with num_microbatches=run.micro_batches has run",
-            "packed_seq_params=batch['packed_seq_params']",
-        )
+        return self.run.end_whole_step()
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint besides the number of consumed samples; plain Python types, alike
@@ -371,10 +370,12 @@ def begin_run(
         data_parallel_size=data_parallel_size(),
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
-        global_batch_size=global_batch_size,
-        data_path=(data_prefix,),
+        batch_sizes=BatchSizes.constant(global_batch_size),
+        data_flags=Namespace(**dict.fromkeys(DATA_FLAGS) | {"data_path": [data_prefix]}),
         split=split,
         seed=seed,
+        evaluation_batch_size=global_batch_size,
+        evaluation_micro_batch_size=micro_batch_size,
         warm_up_samples=warm_up_samples,
         order=order,
     )

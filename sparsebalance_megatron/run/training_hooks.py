@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from sparsebalance_megatron.attention.repetitions import Repetitions
-from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.megatron.arguments import destination
 from sparsebalance_megatron.megatron.core_attention import sparse_balance_layer_spec
 from sparsebalance_megatron.megatron.hooks import packed_forward_step
@@ -43,19 +42,13 @@ class TrainingHooks:
         arguments: TrainingArguments,
         inputs: Inputs,
         device: torch.device,
-        make_scheduler: Callable[[Inputs], Scheduler] = Inputs.scheduler,
     ) -> None:
         segments = inputs.config.max_segments > 1
         if segments or inputs.plan_settings.plans_positions(inputs.job):
             use_planned_schedule(segments=segments)
         self._arguments = arguments
-        self.run = run = TrainerRun(
-            inputs,
-            device,
-            ends_steps=True,
-            keep_state=arguments.keep_state,
-            make_scheduler=make_scheduler,
-        )
+        self.run = run = TrainerRun(inputs, device, ends_steps=True)
+        run.keep_state = arguments.keep_state
         inner = partial(packed_forward_step, arguments.check_for_nan)
         self.forward_step: Callable[[Any, Any], Any] = run.wrap_forward_step(inner)
         self._options = inputs.attention_options

@@ -2,7 +2,7 @@
 """Predictions as a table, and what follows from them as sentences."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -13,13 +13,14 @@ from sparsebalance_megatron.predict.comparison import (
     ROWS,
     Comparison,
     TableRow,
-    compare_ways,
+    compare,
     even_stages,
     given_row,
     rows_of,
+    speedup_lines,
     window_lines,
 )
-from sparsebalance_megatron.predict.outcome import unhideable_steps
+from sparsebalance_megatron.predict.outcome import Outcome, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
 from sparsebalance_megatron.text_table import shown_ms, text_table, wrapped
 from sparsebalance_megatron.view.report.numbers import ratio_interval
@@ -41,14 +42,21 @@ _COLUMNS = {
 
 
 def predicted(
-    workload: Workload, order: str, columns: int, *, explain: bool = False
+    workload: Workload,
+    order: str,
+    columns: int,
+    *,
+    with_flags: Callable[[str], Workload],
+    explain: bool = False,
 ) -> tuple[Comparison, list[str]]:
-    """A job in every way to plan it, and the lines that say what came out."""
+    """A job in every way to plan it, and the lines that say what came out.
+
+    ``with_flags``: the job with more flags; raises a ValueError where training refuses them.
+    """
     ways = rows_of(workload)
     given = given_row(workload, ways)
-    assert given is not None, "rows_of has one"
     rows = [TableRow(names=(name,), workload=way.of(workload)) for name, way in ways.items()]
-    found = compare_ways(rows, (given,))
+    found = compare(rows, (given,))
     verdict = [f"{name}: left out, {why}." for (name,), why in found.refused.items()]
     best = found.dense.names[0]
     if given != best:
@@ -56,7 +64,9 @@ def predicted(
         verdict.append(f"{train}: {over(found.dense, found.given, best)}.")
     if (stages := even_stages(workload)) is not None:
         verdict.append(f"{stages}.")
-    verdict += [f"{line}." for line in window_lines(workload)]
+    verdict += [
+        f"{line}." for line in (*speedup_lines(found.given, with_flags), *window_lines(workload))
+    ]
     if (window := workload.plan_settings.config.window) > 1:
         order += f", exchanged within {window} steps but in the first row"
     meanings = {
@@ -82,21 +92,25 @@ def prediction_lines(
     ``keys`` are the headings of the names of rows, ``verdict`` the first sentences below the table.
     """
     given = comparison.given
+    steps, samples = len(given.workload.batches), len(given.workload.batches[0])
+    header = (
+        f"{given.workload.gpus} GPUs, {steps} step{'s' if steps != 1 else ''} of {samples} "
+        f"samples, order {order}."
+    )
     devices = {_short(row.workload) for row in comparison.rows}
     step = f"step ms,\n{devices.pop()}" if len(devices) == 1 else "step\nms"
     headings = ["\n".join(textwrap.wrap(key, _HEADING_CHARACTERS)) for key in keys]
+    is_dense = all(row.workload.is_dense for row in comparison.rows)
     rows = [
-        dict(zip(headings, row.names, strict=True)) | _cells(row, comparison, step)
+        dict(zip(headings, row.names, strict=True))
+        | _cells(row, comparison.without_plugin, step, has_coverage=not is_dense)
         for row in comparison.rows
     ]
     sentences = [
         *verdict,
-        *_dense_documents(given),
-        *_memory(given),
         *_findings(given),
         *_remarks(given.workload),
     ]
-    is_dense = all(row.workload.is_dense for row in comparison.rows)
     legend = [
         f"{name}: {text}"
         for name, text in {**meanings, **_COLUMNS}.items()
@@ -105,7 +119,7 @@ def prediction_lines(
     if not meanings:
         legend = ["`sparse-balance plan --explain` says what rows and columns are."]
     return [
-        *_wrapped([_header(given.workload, order), _rates(given.workload)], columns),
+        *_wrapped([header, _rates(given.workload)], columns),
         "",
         *text_table(rows, columns=columns, keys=len(keys)),
         "",
@@ -121,9 +135,7 @@ def over(before: TableRow, after: TableRow, name: str) -> str:
     text = f"{before.ms / after.ms:.2f} times as fast{_brackets(spread)} as {name}"
     if after.ms > before.ms:
         row = ROWS.get(before.names[-1])
-        of_megatron = row is not None and row.of_megatron
-        way = "without the plugin" if of_megatron else "in mode exact"
-        text += f": train {way}"
+        text += ": train " + ("without the plugin" if row and row.of_megatron else "in mode exact")
     return text + (", which is not sure: plan more --steps" if is_unsure(spread) else "")
 
 
@@ -152,14 +164,6 @@ def _brackets(spread: tuple[float, float] | None) -> str:
     return "" if spread is None else f" ({spread[0]:.2f}-{spread[1]:.2f})"
 
 
-def _header(workload: Workload, order: str) -> str:
-    steps, samples = len(workload.batches), len(workload.batches[0])
-    return (
-        f"{workload.gpus} GPUs, {steps} step{'s' if steps != 1 else ''} of {samples} samples, "
-        f"order {order}."
-    )
-
-
 def _rates(workload: Workload) -> str:
     """Whose times a prediction shows."""
     cost = workload.cost
@@ -171,15 +175,11 @@ def _rates(workload: Workload) -> str:
     return f"Nothing was measured: {source}. `sparse-balance profile` measures yours."
 
 
-def _cells(row: TableRow, comparison: Comparison, step: str) -> dict[str, str]:
-    outcome, reference = row.outcome, comparison.without_plugin
-    at_most = f"{row.at_most_bytes / GIBIBYTE:,.1f}{'' if row.fits else '*'}"
-    over, is_dense = (
-        f"over\n{reference.names[-1]}",
-        all(each.workload.is_dense for each in comparison.rows),
-    )
-    cells = dict.fromkeys((step, "tokens/s\na GPU", "MFU", over, "bound\nratio", "idle"), "-")
-    cells |= {} if is_dense else {"cover-\nage": "-"}
+def _cells(row: TableRow, reference: TableRow, step: str, *, has_coverage: bool) -> dict[str, str]:
+    """By headings, of which ``step`` is the first; speeds are over the reference."""
+    outcome, over = row.outcome, f"over\n{reference.names[-1]}"
+    headings = (step, "tokens/s\na GPU", "MFU", over, "bound\nratio", "idle", "cover-\nage")
+    cells = dict.fromkeys(headings, "-")
     if outcome is not None:
         coverage, share = outcome.coverage_mean, outcome.utilisation
         spread = None if row is reference else ratio_spread(reference, row)
@@ -190,72 +190,66 @@ def _cells(row: TableRow, comparison: Comparison, step: str) -> dict[str, str]:
             over: f"{reference.ms / row.ms:.2f}{_brackets(spread)}",
             "bound\nratio": f"{outcome.bound_ratio:.2f}",
             "idle": f"{outcome.bubble_share:.0%}",
+            "cover-\nage": "-" if coverage is None else f"{coverage:.3f}",
         }
-        if not is_dense:
-            cells["cover-\nage"] = "-" if coverage is None else f"{coverage:.3f}"
-    return cells | {"GiB at\nmost": at_most}
+    if not has_coverage:
+        del cells["cover-\nage"]
+    return cells | {"GiB at\nmost": f"{row.at_most_bytes / GIBIBYTE:,.1f}{'' if row.fits else '*'}"}
 
 
 def _short(workload: Workload) -> str:
     return workload.cost.device.removeprefix("NVIDIA ")[:_DEVICE_CHARACTERS]
 
 
-def _dense_documents(row: TableRow) -> Iterator[str]:
-    config = row.workload.plan_settings.config
-    if row.outcome is not None and not row.workload.is_dense:
-        tokens = max(config.dense_up_to_tokens, config.base_budget * config.block_size)
-        yield (
-            f"Documents of up to {tokens:,} tokens, {row.outcome.dense_tokens_share:.0%} of all "
-            "tokens, read all of their blocks: they gain by placement alone."
-        )
-
-
-def _memory(row: TableRow) -> Iterator[str]:
-    assert row.outcome is not None
-    held, memory = max(stage.total_bytes for stage in row.outcome.stages), row.workload.memory
+def _memory(row: TableRow, outcome: Outcome) -> str:
+    held, memory = max(stage.total_bytes for stage in outcome.stages), row.workload.memory
     gpu = f"{row.gpu_bytes / GIBIBYTE:g} GiB of the {_short(row.workload)}"
     text = (
         f"Memory: {held / GIBIBYTE:,.1f} GiB of the fullest GPU in these steps, at most "
         f"{row.at_most_bytes / GIBIBYTE:,.1f} with every micro-batch at the token cap (counted)"
     )
     if row.gpu_bytes == float("inf"):
-        yield f"{text}."
-    elif row.fits:
-        yield f"{text}: fits the {gpu}; leave a tenth free."
-    else:
-        remedies = {
-            "--sequence-parallel": memory.sequence_parallel,
-            "--recompute-granularity full": memory.recompute_all,
-            "--use-distributed-optimizer": memory.optimizer_ranks > 1,
-        }
-        unused = [flag for flag, is_used in remedies.items() if not is_used]
-        use = f", use {' or '.join(unused)}" if unused else ""
-        yield (
-            f"{text}: {'does' if held > row.gpu_bytes else 'may'} not fit the {gpu}. Raise "
-            "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
-            f"or --expert-model-parallel-size{use}, or lower "
-            "--sparse-balance-max-tokens-per-micro-batch."
-        )
+        return f"{text}."
+    if row.fits:
+        return f"{text}: fits the {gpu}; leave a tenth free."
+    remedies = {
+        "--sequence-parallel": memory.sequence_parallel,
+        "--recompute-granularity full": memory.recompute_all,
+        "--use-distributed-optimizer": memory.optimizer_ranks > 1,
+    }
+    unused = [flag for flag, is_used in remedies.items() if not is_used]
+    use = f", use {' or '.join(unused)}" if unused else ""
+    return (
+        f"{text}: {'does' if held > row.gpu_bytes else 'may'} not fit the {gpu}. Raise "
+        "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
+        f"or --expert-model-parallel-size{use}, or lower "
+        "--sparse-balance-max-tokens-per-micro-batch."
+    )
 
 
 def _findings(row: TableRow) -> Iterator[str]:
-    outcome, workload = row.outcome, row.workload
+    outcome, workload, config = row.outcome, row.workload, row.workload.plan_settings.config
     assert outcome is not None
+    if not workload.is_dense:
+        tokens = max(config.dense_up_to_tokens, config.base_budget * config.block_size)
+        yield (
+            f"Documents of up to {tokens:,} tokens, {outcome.dense_tokens_share:.0%} of all "
+            "tokens, read all of their blocks: they gain by placement alone."
+        )
+    yield _memory(row, outcome)
     if outcome.plan_ms > _HIDDEN * outcome.makespan_ms:
         yield (
             f"Planning takes {shown_ms(outcome.plan_ms)} ms of a core a step, which such steps do "
             f"not hide: lower {flag_name('plan_ms')}."
         )
     if count := unhideable_steps(workload):
-        settings, job = workload.plan_settings, workload.job
-        shared = settings.max_cp_size > 1
-        cut = job.pipeline_stages > 1 and settings.config.max_segments == 1
-        who = "More" if shared else "Several"
+        can_cut = workload.job.pipeline_stages > 1 and config.max_segments == 1
+        who = "More" if workload.plan_settings.max_cp_size > 1 else "Several"
         yield (
             f"In {count} of {len(workload.batches)} steps one sample takes longer than all work "
             f"would, spread evenly: no placement makes ranks equal. {who} "
             f"ranks may share such samples ({flag_name('max_context_parallel')})"
-            + (f", or {flag_name('max_segments')} cuts them." if cut else ".")
+            + (f", or {flag_name('max_segments')} cuts them." if can_cut else ".")
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparsebalance_megatron.attention.api import block_sparse_attention
 from sparsebalance_megatron.attention.kernels import tile_attention
-from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved
 from sparsebalance_megatron.attention.layout import PackedLayout, packed_layout
 from sparsebalance_megatron.attention.select import rank_sequence, selector_named
 from sparsebalance_megatron.attention.selection import ColumnLists, Selection
@@ -34,6 +34,11 @@ def example_selector(name: str = "quest.py:QUEST") -> Any:
     """A selector of examples/selectors, as a package that brings one would."""
     file, _, selector = name.partition(":")
     return runpy.run_path(str(_EXAMPLES / file))[selector]
+
+
+def inputs_of(q: Tensor, k: Tensor, v: Tensor, lists: Selection) -> Inputs:
+    """What a forward pass takes."""
+    return Inputs(q_THD=q, k_TGD=k, v_TGF=v, selection=lists, softmax_scale=SCALE)
 
 
 def saved(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Selection) -> Saved:
@@ -82,8 +87,7 @@ class Case:
         inputs = self.q_THD, self.k_TGD, *cut
         if not self.kind.startswith("vertical-slash"):
             return self._mask(oracle.moba_lists(*inputs, self.budgets, self.kind))
-        looks_ahead = self.kind == "vertical-slash-last-queries"
-        ranked = column_oracle.ranked(*inputs, SCALE, looks_ahead=looks_ahead)
+        ranked = column_oracle.ranked(*inputs, SCALE)
         budgets = [self.budgets[document] for document in layout.document_N.tolist()]
         choices = {
             place: column_oracle.cut(order, budgets[place[0]], *cut)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention.cases import SCALE, saved
+from attention.cases import SCALE, inputs_of, saved
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
@@ -78,7 +78,7 @@ def _layer(
         attention._grid_and_base_on(q)
         with torch.no_grad(), NoTraffic(), forward, forward.of_triton():
             lists = attention.select(q, k, context)
-            out, lse = kernels.forward(q, k, v, lists, softmax_scale=SCALE)
+            out, lse = kernels.forward(inputs_of(q, k, v, lists))
         with NoTraffic(), backward, backward.of_triton():
             gradients = kernels.backward(dout, saved(q, k, v, out, lse, lists))
     assert context.observations
@@ -134,7 +134,7 @@ def test_covered_documents_take_one_kernel(tokens: list[int]) -> None:
         with torch.no_grad(), NoTraffic(), forward, forward.of_triton():
             attention._attend(q, k, v, context)
             lists = Selection.of_documents(context.layout)
-            out, lse = dense.forward(q, k, v, lists, softmax_scale=SCALE)
+            out, lse = dense.forward(inputs_of(q, k, v, lists))
         with NoTraffic(), backward, backward.of_triton():
             dense.backward(dout, saved(q, k, v, out, lse, lists))
     # The second forward is only there for the backward pass.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention.cases import SCALE, SERVING, drawn, ranked, saved
+from attention.cases import SCALE, SERVING, drawn, inputs_of, ranked, saved
 from fake_cuda import CUDA, Launches, fake_cuda
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -99,7 +99,7 @@ def test_gradients_of_bfloat16_are_computed_in_float32(selection: str, implement
     q_THD, k_TGD, v_TGF = _qkv(torch.bfloat16)
     lists = selector.select(_ranking(selection, q_THD, k_TGD), torch.tensor([2, 3]))
     kernel = KERNELS[implementation]
-    out_THF, lse_TH = kernel.forward(q_THD, k_TGD, v_TGF, lists, softmax_scale=SCALE)
+    out_THF, lse_TH = kernel.forward(inputs_of(q_THD, k_TGD, v_TGF, lists))
     rounded = (q_THD.roll(1, 0), q_THD, k_TGD, v_TGF, out_THF)
     narrow = kernel.backward(rounded[0], saved(*rounded[1:], lse_TH, lists))
     dout_THF, *floats = (x.float() for x in rounded)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels import blocks, dense, tokens
+from sparsebalance_megatron.attention.kernels.contract import Inputs
 from sparsebalance_megatron.attention.select import block_topk
 from sparsebalance_megatron.attention.self_check import Verdict, check_attention
 from sparsebalance_megatron.config import SparseBalanceConfig
@@ -112,9 +113,10 @@ def test_a_kernel_that_reads_other_keys_or_scales_otherwise_is_found(
     kernel = tokens if selection == "token-query-head" else blocks
     right = kernel.forward
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, lists: Any, *, softmax_scale: float) -> Any:
-        changed, scale = changes[change](lists, softmax_scale)
-        return right(q, k, v, dataclasses.replace(lists, **changed), softmax_scale=scale)
+    def wrong(given: Inputs) -> Any:
+        changed, scale = changes[change](given.selection, given.softmax_scale)
+        lists = dataclasses.replace(given.selection, **changed)
+        return right(dataclasses.replace(given, selection=lists, softmax_scale=scale))
 
     monkeypatch.setattr(kernel, "forward", wrong)
     assert _problems(selection=selection)

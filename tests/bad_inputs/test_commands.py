@@ -20,7 +20,6 @@ TRAINED = "--global-batch-size 8 --pipeline-model-parallel-size 2"
 PREPARE = "prepare-data --input {folder}/good.jsonl --output-prefix {folder}/out"
 REPORT = "report {folder}/run -o {folder}/page.html"
 SUMMARY = "summary --baseline {folder}/run --run {folder}/run"
-FROM_HF = "convert from-hf {folder}/nowhere --output {folder}/out"
 TO_HF = "convert to-hf {folder}/nowhere --hf-config {folder}/nowhere --output {folder}/out"
 
 COMMANDS = {
@@ -43,7 +42,7 @@ BAD_VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     PLAN: {
         "--gpus": (*TOO_SMALL, "1000001", "9" * 12),
         "--steps": (*TOO_SMALL, "10001", "9" * 12),
-        "--vary": ("", "x --y", "--tensor-model-parallel-size --x", "'"),
+        "--vary": ("", "help", "x --y", "--tensor-model-parallel-size --x", "'"),
         "--model": ("{folder}/gpt-5", "{folder}/lengths.txt", "/dev/null"),
         "--lengths": ("{folder}", "{folder}/nowhere.txt", "/dev/null", "/dev/zero"),
     },
@@ -89,6 +88,7 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     "a value that a flag cannot have": (f"{PLAN} -- --tensor-model-parallel-size x", "'x'"),
     "more stages than layers": (f"{PLAN} -- --pipeline-model-parallel-size 4", "pipeline"),
     "no row that makes a job": (f"{PLAN} --vary=micro-batch-size@3 -- {TRAINED}", "--vary"),
+    "a flag that varies twice": (f"{PLAN} --vary=lr@1 --vary=lr@2 -- {TRAINED}", "2 times"),
     "too many rows": (f"{PLAN} --vary=lr@{'@'.join(map(str, range(1, 1002)))}", "1000 rows"),
     "a batch beyond the file": (f"{PLAN} -- --global-batch-size 4000", "lengths.txt", "4000"),
     "a cap below every sample": (
@@ -115,11 +115,8 @@ BAD_COMMANDS: dict[str, tuple[str, ...]] = {
         "--output-prefix {folder}/in",
         "{folder}/in",
     ),
-    "output that is there": (f"{PREPARE_INTO}{{folder}}/there", "there.bin", "--overwrite"),
-    "a run that is not there": ("report {folder}/nowhere", "nowhere"),
     "a run that is a file": ("report {folder}/good.jsonl", "good.jsonl"),
     "an empty run": ("report {folder}/empty", "empty"),
-    "no config": (FROM_HF, "nowhere/config.json"),
     "output that is not empty": ("convert from-hf {folder}/nowhere --output {folder}", "{folder}"),
     "output that is a file": (f"{FROM}/nowhere --output {{folder}}/good.jsonl", "good.jsonl"),
     "output that is a link": (f"{FROM}/nowhere --output {{folder}}/dangling", "dangling"),
@@ -140,8 +137,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text(json.dumps(CONFIG))
     (folder / "good.jsonl").write_text(json.dumps({"text": "one two three"}) + "\n")
-    for name in ("in.bin", "there.bin", "there.idx"):
-        (folder / name).write_bytes((folder / "good.jsonl").read_bytes())
+    (folder / "in.bin").write_bytes((folder / "good.jsonl").read_bytes())
     (folder / "empty").mkdir()
     save_tokenizer(folder / "tokenizer")
     (folder / "dangling").symlink_to(folder / "nothing")

@@ -3,14 +3,14 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from pretrained import arms, measures, model, sensitivities
-from pretrained.block_scores import measure_projections
+from data.tokenizers_of_tests import train_tokenizer
+from pretrained import arms, command, measures, model, sensitivities
 from pretrained.budgets import layer_budgets, proportional
 from pretrained.documents import (
     COPY,
@@ -20,15 +20,23 @@ from pretrained.documents import (
     NEEDLE,
     TEXT,
     Document,
-    Group,
     digest,
     make_documents,
 )
 from pretrained.reading import Reader, Scores
-from pretrained.results import ScoreFiles, summarised, table
+from pretrained.results import summarised
 from pretrained.rules import EXPERIMENTS, best_blocks, masses, rule_of
-from pretrained.session import Session
-from pretrained_inputs import BLOCK, LAYERS, TOKENS, asked_of, documents, encode, tiny_reader
+from pretrained_inputs import (
+    BLOCK,
+    LAYERS,
+    TOKENS,
+    VOCABULARY,
+    asked_of,
+    documents,
+    encode,
+    tiny_model,
+    tiny_reader,
+)
 
 from sparsebalance_megatron.layer_budgets import DENSE
 
@@ -54,34 +62,24 @@ def test_documents_follow_from_the_seed(kind: str) -> None:
     assert found[:1] == documents(kind, how_many=1)
 
 
-@pytest.mark.parametrize("kind", [KEY_VALUE, NEEDLE])
-def test_every_question_has_its_answer_before_the_tail(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "labels", "cue"), [(KEY_VALUE, DIGITS, 8), (NEEDLE, DIGITS, 8), (COPY, 24, 4)]
+)
+def test_every_answer_stands_before_the_tail(kind: str, labels: int, cue: int) -> None:
+    """With the tokens that ask for it; of a look-up once."""
     for document in documents(kind):
-        text = "".join(map(chr, document.tokens))
-        context, tail = text[: document.tail], text[document.tail :]
-        pattern = r"\S+-\S+: \d{5}" if kind == KEY_VALUE else r"The access code of \w+ \w+ is \d{5}"
-        asked = re.findall(pattern, tail)
-        assert asked and all(context.count(each) == 1 for each in asked)
-        labels = "".join(text[place + 1] for place in document.scored)
-        assert labels == "".join(each[-DIGITS:] for each in asked)
-        assert [*document.answers] == [n for n in range(len(asked)) for _ in range(DIGITS)]
-
-
-def test_copies_repeat_what_came_before() -> None:
-    """A span repeats tokens of the text, and is scored but for its first four."""
-    for document in documents(COPY):
         before = document.tokens[: document.tail]
-        for span in set(document.answers):
+        for answer in set(document.answers):
             places = [
                 place + 1
-                for place, answer in zip(document.scored, document.answers, strict=True)
-                if answer == span
+                for place, each in zip(document.scored, document.answers, strict=True)
+                if each == answer
             ]
-            assert places == list(range(places[0], places[0] + 24))
-            copied = document.tokens[places[0] - 4 : places[-1] + 1]
-            begins = range(len(before) - len(copied) + 1)
-            assert any(before[begin : begin + len(copied)] == copied for begin in begins)
-        assert len(set(document.answers)) == 6 and places[0] > document.tail
+            assert places == list(range(places[0], places[0] + labels))
+            assert places[0] > document.tail
+            asked = document.tokens[places[0] - cue : places[-1] + 1]
+            starts = [n for n in range(len(before)) if before[n : n + len(asked)] == asked]
+            assert len(starts) == 1 or (starts and kind == COPY)
 
 
 def scores(loss: list[float], right: list[bool] | None = None) -> Scores:
@@ -128,7 +126,7 @@ def test_differences_are_paired_by_document() -> None:
     assert found["difference"] == {"mean": -1.0, "half_width": 0.0}
     # Student's t with one degree of freedom.
     assert found["half_width"] == pytest.approx(12.7062 * math.sqrt(2) / math.sqrt(2), rel=1e-4)
-    assert summarised(mine[:1], None)["nats"]["half_width"] is None
+    assert summarised(mine[:1], theirs[:1])["nats"]["half_width"] is None
 
 
 @pytest.mark.parametrize(
@@ -148,25 +146,19 @@ def test_the_rest_is_in_proportion(
     assert found == expected and sum(found) == 35
 
 
-def test_budgets_by_name(tmp_path: Path) -> None:
+def test_budgets_by_name() -> None:
     def budgets(layers: str) -> tuple[int, ...]:
         arm = arms.parse_arm(f"previous-block 8 layers={layers}")
         return layer_budgets(arm, LAYERS, 32, KNOWN)
 
-    given = tmp_path / "given.json"
-    given.write_text("[4, null, 2]")
     assert budgets("uniform") == (8, 8, 8)
     assert budgets("dense:0,2") == (DENSE, 8, DENSE)
     assert budgets("dense-1-cuts-lookups") == (8, DENSE, 8)
-    assert budgets(str(given)) == (4, DENSE, 2)
     # Not whole: 15 blocks are as many pairs as the other two layers leave.
     assert budgets("least-5-peaks") == (5, 15, 5)
     assert sum(budgets("peaks")) == sum(budgets("cuts-text")) == 24
     with pytest.raises(model.PretrainedError, match="no sensitivities are called gut"):
         budgets("gut")
-    given.write_text("[4]")
-    with pytest.raises(model.PretrainedError, match="has 1 numbers: the model has 3 layers"):
-        budgets(str(given))
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -230,33 +222,23 @@ def test_a_cut_of_a_layer_costs_what_the_whole_pass_says(reader: Reader) -> None
     assert sensitivities.cuts(reader, some, BLOCK) == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_arm_reads(kind: str, reader: Reader, tmp_path: Path) -> None:
-    session = Session(
-        reader=reader,
-        files=ScoreFiles(tmp_path, "float32"),
-        sensitivities=KNOWN,
-        projections={TOKENS: measure_projections(reader, documents(TEXT), BLOCK)},
-    )
-    group = Group(kind=kind, tokens=TOKENS, block_size=BLOCK * 2)
-    wish = arms.parse_arm("previous-block 8 wishes=tile-16 scores=half")
-    some = (*arms.SHORT_ARMS, wish)
-    found = session.read(group, documents(kind), some)
-    assert found["arms"].keys() >= {each.name for each in some}
-    assert found["arms"][wish.name]["wishes"]["cut"] == 0
-    again = session.read(group, documents(kind), some)
-    assert json.dumps(found) == json.dumps(again)
-    finished = replace(session, finished_only=True)
-    three = documents(kind, how_many=3)
-    assert json.dumps(finished.read(group, three, some)) == json.dumps(found)
-    assert finished.read(group, three[2:], some) is None
-    # An arm that has read one document of two is averaged, and compared, over that one.
-    later = arms.parse_arm("previous-block 5")
-    assert later.name not in finished.read(group, three, (*some, later))["arms"]
-    session.read(group, three[:1], (later,))
-    figures = finished.read(group, three, (*some, later))["arms"][later.name]["figures"]
-    assert {len(each["values"]) for each in figures.values()} == {1}
-    dense = found["arms"][arms.ALL]["figures"]
-    if kind == TEXT:
-        assert dense["loss over dense"]["mean"] == dense["far"]["mean"] == 0.0
-    assert all(name in table({"group": found}) for name in found["arms"])
+def test_the_command_reads_all_kinds_by_all_arms(tmp_path: Path) -> None:
+    """A second time what the first has kept."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    train_tokenizer(["A text of words, 12345."], VOCABULARY, tmp_path / "model")
+    path = tmp_path / "result.json"
+
+    def read(*words: str) -> dict[str, Any]:
+        common = ("--directory", str(tmp_path), "--documents", "1", "--json", str(path))
+        assert command.main([*common, *words]) == 0
+        return json.loads(path.read_text())["groups"]
+
+    groups = ("--groups", *(f"{kind}-1024" for kind in KINDS))
+    found = read(*groups)
+    assert found == read(*groups)
+    for group in found.values():
+        assert group["arms"].keys() >= {each.name for each in arms.SHORT_ARMS}
+    dense = found["text-1024"]["arms"][arms.ALL]["figures"]
+    assert dense["loss over dense"]["mean"] == dense["far"]["mean"] == 0.0
+    wished = read("--groups", "copy-1024", "--arms", "wishes", "--no-window")["copy-1024"]["arms"]
+    assert wished.keys() >= {each.name for each in arms.WISH_ARMS}

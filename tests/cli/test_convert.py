@@ -130,22 +130,25 @@ class Work(Conversions):
         }
         self.after = self.run("after", self._commands_after())
 
+    def logits(self, *reading: str | int) -> torch.Tensor:
+        """Of the packed tokens, as a model, selection, budgets by layer and base budget give."""
+        name = " ".join(map(str, reading))
+        succeeded(self.before[name])
+        return torch.load(self.root / f"{name}.pt")
+
     def _commands_before(self) -> dict[str, Sequence[str]]:
         from_hf = ("convert", "from-hf")
-        tiny_config("mistral-wide-heads", sliding_window=64).save_pretrained(self.hf("window"))
         tied = str(self.hf("qwen2-tied"))
-        commands: dict[str, Sequence[str]] = {
-            f"logits of {variant}": (
-                *("logits", str(self.root / f"{variant}.pt"), str(self.hf(variant))),
-                *(str(self.root / "tokens.json"), "1000", "token-query-head", ""),
-            )
-            for variant in VARIANTS
-        }
-        for reading in SPARSE_READINGS:
-            variant, selection, layers = reading
-            commands[" ".join(reading)] = (
-                *("logits", str(self.root / f"{' '.join(reading)}.pt"), str(self.hf(variant))),
-                *(str(self.root / "tokens.json"), str(SPARSE_BUDGET), selection, layers),
+        readings: list[tuple[str, str, str, int]] = [
+            *((variant, "token-query-head", "", 1000) for variant in VARIANTS),
+            *((*reading, SPARSE_BUDGET) for reading in SPARSE_READINGS),
+        ]
+        commands: dict[str, Sequence[str]] = {}
+        for variant, selection, layers, budget in readings:
+            name = f"{variant} {selection} {layers} {budget}"
+            commands[name] = (
+                *("logits", str(self.root / f"{name}.pt"), str(self.hf(variant))),
+                *(str(self.root / "tokens.json"), str(budget), selection, layers),
             )
         for variant, (flags, _) in TRAINED.items():
             commands[f"convert {variant}"] = (
@@ -154,20 +157,8 @@ class Work(Conversions):
             )
         for flags in ("--padded-vocab-size 300", *REFUSED_FLAGS):
             commands[flags] = (*from_hf, tied, "--print-flags", "--", *flags.split())
-        return commands | {
-            "output in use": (*from_hf, tied, "--output", str(self.root / "hf")),
-            "sliding window": (
-                *(*from_hf, str(self.hf("window")), "--output", str(self.root / "no")),
-            ),
-            "flags of to-hf": (
-                *("convert", "to-hf", tied, "--hf-config", tied),
-                *("--output", str(self.root / "no"), "--", "--bf16"),
-            ),
-            "no checkpoint": (
-                *("convert", "to-hf", tied, "--hf-config", tied),
-                *("--output", str(self.root / "no")),
-            ),
-        }
+        no = ("--hf-config", tied, "--output", str(self.root / "no"))
+        return commands | {"no checkpoint": ("convert", "to-hf", tied, *no)}
 
     def _commands_after(self) -> dict[str, Sequence[str]]:
         """The exports, and refusals of configurations that are not the checkpoint's."""
@@ -207,8 +198,7 @@ def test_logits_are_those_of_transformers(variant: str, work: Work) -> None:
 
     The yardstick is float64: our error is at most twice that of `transformers` in float32.
     """
-    succeeded(work.before[f"logits of {variant}"])
-    ours = torch.load(work.root / f"{variant}.pt")
+    ours = work.logits(variant, "token-query-head", "", 1000)
     model = tiny_model(variant)
     plain = reference_logits(model, work.tokens)
     exact = reference_logits(model.double(), work.tokens)
@@ -223,8 +213,7 @@ def test_sparse_logits_are_those_of_the_model_in_transformers(
 ) -> None:
     """What training computes at base budgets is what the converted model computes."""
     variant, selection, layers = reading
-    succeeded(work.before[" ".join(reading)])
-    ours = torch.load(work.root / f"{' '.join(reading)}.pt")
+    ours = work.logits(*reading, SPARSE_BUDGET)
     model = tiny_model(variant)
     dense = reference_logits(model.double(), work.tokens)
     evaluate.configure(
@@ -326,9 +315,6 @@ def test_the_attention_of_config_json_comes_as_flags(work: Work) -> None:
 
 REFUSED = REFUSED_FLAGS | {name: text for name, (_, text) in REFUSED_CONFIGS.items()}
 REFUSED |= {
-    "output in use": "hf: not an empty directory",
-    "sliding window": "config.json: sliding_window is 64: not supported",
-    "flags of to-hf": "convert to-hf takes no flags after --",
     "no checkpoint": "the latest iteration is not a torch_dist checkpoint",
     "no iteration": "iteration 7 is not a torch_dist checkpoint",
 }

@@ -22,8 +22,8 @@ Captured = pytest.CaptureFixture[str]
     [("0.19", True), ("0.18.9", False), ("0.21.0rc1", False), ("0.20.0rc1+abc", True)],
 )
 def test_pre_releases_count_as_their_release(known: str, inside: bool) -> None:
-    assert supported.is_supported("megatron-core", known) is inside
-    assert supported.is_supported("torch", "2.8.0a0+5228986c39.nv25.6")
+    assert supported.is_within(known, supported.RANGES["megatron-core"]) is inside
+    assert supported.is_within("2.8.0a0+5228986c39.nv25.6", supported.RANGES["torch"])
 
 
 def test_versions_and_devices(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +86,7 @@ def test_a_checkout_on_the_path_hides_an_installed_megatron(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "megatron" / "__init__.py").touch()
-    folder, known, problem = supported.find_megatron()
-    assert (folder, known) == (tmp_path / "megatron", "0.21.0rc0")
-    assert problem is not None and problem.startswith("version 0.21.0rc0 is outside")
+    assert supported.find_megatron() == (
+        *(tmp_path / "megatron", "0.21.0rc0"),
+        "version 0.21.0rc0 is outside >=0.19,<0.21; install one inside",
+    )

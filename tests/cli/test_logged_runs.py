@@ -11,13 +11,14 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from record_cases import FIGURES, HEADER, step_line, step_record
+from msgspec import structs
+from record_cases import FIGURES, HEADER, header_of, step_line, step_record
+from step_cases import JOB
 from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron import cli
@@ -26,7 +27,6 @@ from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.view.report.run_report import make_report, render_page
 
 RUN = SampleRun(ranks=2, stages=2, micro_batches=3, layers=4, steps=6)
-VOID = {"br", "meta"}
 
 
 @pytest.fixture(scope="module")
@@ -59,46 +59,15 @@ def test_a_laptop_without_torch_and_megatron_makes_the_page(
     assert page.is_file()
 
 
-class _Reader(HTMLParser):
-    """Checks nesting and collects what tests look at."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.elements: list[tuple[str, dict[str, str | None], tuple[str, ...]]] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), tuple(self.open)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs), tuple(self.open)))
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-
 def test_the_page_needs_nothing_beside_itself(runs: tuple[Path, Path]) -> None:
     page = render_page(make_report(*runs, None))
-    reader = _Reader(page)
-    outside = [
-        (tag, name, value)
-        for tag, attributes, _ in reader.elements
-        for name, value in attributes.items()
-        if name in ("src", "href", "xlink:href", "data", "action")
-        and not (value or "").startswith(("#", "data:image/png;base64,"))
-    ]
-    assert outside == []
-    assert not {tag for tag, _, _ in reader.elements} & {"script", "link", "iframe", "img"}
+    sources = re.findall(r"\b(?:src|href|data|action)=\"([^\"]*)\"", page)
+    assert [each for each in sources if not each.startswith("#")] == []
+    assert not re.search(r"<(script|link|iframe|img)|@import", page)
     assert set(re.findall(r"https?://[^\s\"']+", page)) == {
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1999/xlink",
     }
-    assert "@import" not in page
 
 
 def test_log_texts_are_no_markup(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -111,7 +80,6 @@ def test_log_texts_are_no_markup(runs: tuple[Path, Path], tmp_path: Path) -> Non
     page = render_page(replace(report, notes=(hostile,)))
     assert "<script" not in page
     assert page.count("&lt;script&gt;") == 4
-    _Reader(page)
 
 
 def test_a_damaged_log_is_shown_with_its_damage(
@@ -129,7 +97,6 @@ def test_a_damaged_log_is_shown_with_its_damage(
         assert re.search(rf"{place}\d+: cut off or not JSON", page)
     assert "times as fast" in printed and "cut off or not JSON" in printed.replace("\n", "")
     assert f"written to {output}" in printed
-    _Reader(page)
 
 
 def test_the_picture_of_a_summary_stands_alone(runs: tuple[Path, Path], tmp_path: Path) -> None:
@@ -148,21 +115,10 @@ def test_command_writes_json_and_an_80_column_table(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     times_ms = {"baseline": 10450.0, "dense": 19000.0, "by_tokens": 9900.0, "balanced": 9500.0}
-    figures = {
-        **{"busiest_rank_ms_predicted": 8e3, "busiest_rank_ms_measured": 9e3},
-        **{"imbalance": 1.125, "lower_bound_ms": 7e3, "work_ratio": 0.98},
-        **{"coverage": 0.9876, "coverage_base": None},
-    }
+    figures = {"imbalance": 1.125, "work_ratio": 0.98, "coverage": 0.9876, "coverage_base": None}
     for name, iteration_ms in times_ms.items():
-        steps = [
-            step_line(
-                iteration,
-                iteration_ms=iteration_ms if iteration > 1 else None,
-                lm_loss=9.0 - 0.1 * iteration,
-                figures=FIGURES | figures,
-            )
-            for iteration in range(1, 31)
-        ]
+        line = {"iteration_ms": iteration_ms, "figures": FIGURES | figures}
+        steps = [step_line(each, lm_loss=9.0 - 0.1 * each, **line) for each in range(1, 31)]
         (tmp_path / name).mkdir()
         write_lines(tmp_path / name / "steps.jsonl", [HEADER, *steps])
     output = tmp_path / "new" / "summary.json"
@@ -223,6 +179,7 @@ def test_a_finished_run_is_a_table_of_80_columns_that_says_so(
     *legend, _, row, slowest, end = lines = printed(tmp_path, capsys)
     assert legend and max(map(len, lines)) <= 80
     assert row.split()[:3] == ["4", "of", "4"] and row.split()[-3].endswith("%")
+    assert len(row.split()[-1]) == watch._BAR_CHARACTERS, "the dots are seen"
     assert slowest.startswith("slowest: rank 1 stage 0 on node0, 1.50 times")
     assert end == "4 of 4, ended"
 
@@ -230,7 +187,8 @@ def test_a_finished_run_is_a_table_of_80_columns_that_says_so(
 def test_the_widest_row_fits() -> None:
     figures = {"coverage": 0.123, "coverage_base": 0.123, "imbalance": 12.34}
     step = step_record(123456, iteration_ms=1234567.0, lm_loss=12.345678, figures=figures)
-    assert len(watch.step_row(step, 1234567.0, 999999, 123456.0)) <= 80
+    header = structs.replace(header_of(JOB), iterations=999999, world_size=1)
+    assert len(watch._line(watch.step_cells(step, header, 1234567.0))) <= 80
 
 
 def test_ranks_in_lockstep_are_told_once_and_the_slowest_is_found_by_own_times(

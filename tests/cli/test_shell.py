@@ -45,7 +45,7 @@ def test_help_says_every_default_and_explains_every_flag(command: str) -> None:
     text = " ".join(parser.format_help().split())
     for action in parser._actions:
         assert action.help or not action.option_strings, action.option_strings
-        if action.option_strings and action.default not in (None, False, "==SUPPRESS=="):
+        if action.option_strings and action.default not in (None, False, (), [], "==SUPPRESS=="):
             assert f"default: {action.default}" in text, action.option_strings
 
 

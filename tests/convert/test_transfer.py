@@ -8,15 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from convert.tiny_models import VARIANTS, VOCABULARY, save, stored_tensors, tiny_config, tiny_model
-from hypothesis import given
-from hypothesis import strategies as st
-from oracles.convert import linear_qkv_rows
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparsebalance_megatron.convert.hf_config import Decoder, read_config
-from sparsebalance_megatron.convert.mapping import pack_qkv, parameters, to_megatron, unpack_qkv
-from sparsebalance_megatron.convert.megatron_model import write_settings
+from sparsebalance_megatron.convert.mapping import parameters, to_megatron
 from sparsebalance_megatron.convert.transfer import (
     INDEX,
     WHOLE,
@@ -27,14 +23,8 @@ from sparsebalance_megatron.convert.transfer import (
     write_weights,
 )
 from sparsebalance_megatron.errors import ConvertError
-from sparsebalance_megatron.evaluate.settings import KEY, SparseAttention
 
 PADDED = 256
-TRAINED = {
-    "sparse_block_size": 16,
-    "sparse_topk_blocks": 4,
-    "sparse_selection": "token-kv-head",
-}
 EMBEDDING_OF_HF = "model.embed_tokens.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -61,7 +51,7 @@ def transfer(
     model = read_config(directory)
     targets = poisoned_targets(model, dtype)
     with WeightFiles(directory) as files:
-        counts = read_weights(files, targets, model, iter)
+        counts = read_weights(files, targets, model)
     return model, targets, counts
 
 
@@ -126,7 +116,7 @@ def test_a_parameter_of_another_shape_is_an_error(tmp_path: Path) -> None:
         WeightFiles(directory) as files,
         pytest.raises(ConvertError, match=rf"{name}.*\[96, 64\].*\[192, 64\]"),
     ):
-        read_weights(files, targets, model, iter)
+        read_weights(files, targets, model)
 
 
 @pytest.fixture
@@ -143,7 +133,7 @@ def change(directory: Path, name: str, tensor: torch.Tensor) -> None:
 def test_mixed_dtypes_need_the_one_that_holds_both(whole: Path) -> None:
     change(whole, "lm_head.weight", load_file(whole / WHOLE)["lm_head.weight"].half())
     with WeightFiles(whole) as files:
-        assert files.dtypes["lm_head.weight"] == torch.float16
+        assert files.tensors["lm_head.weight"].dtype == torch.float16
         assert files.common_dtype() == torch.float32
 
 
@@ -174,17 +164,6 @@ def test_weights_that_are_there_twice_are_named(
         WeightFiles(directory)
 
 
-@pytest.mark.parametrize("settings", [None, SparseAttention(**TRAINED)])
-def test_attention_of_an_earlier_training_leaves_config_json(
-    settings: SparseAttention | None, tmp_path: Path
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"hidden_size": 8, KEY: {"sparse_topk_blocks": 2}}))
-    write_settings(tmp_path, settings)
-    own = {} if settings is None else {KEY: settings.as_config()}
-    assert json.loads(path.read_text()) == {"hidden_size": 8} | own
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
@@ -210,20 +189,19 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 def test_companions_are_copied_and_config_json_follows(
     stored: dict, changes: dict, dtype: str, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
+    """Keys of an earlier training are replaced, or fall away."""
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"earlier": 1, "replaced": 2}))
+    (tmp_path / "tokenizer.json").write_text("tokens")
+    (tmp_path / "README.md").write_text("not copied")
+    output = tmp_path / "out"
     output.mkdir()
-    (source / "config.json").write_text(json.dumps(stored))
-    (source / "tokenizer.json").write_text("tokens")
-    (source / "README.md").write_text("not copied")
-    copied = copy_companions(source, output, getattr(torch, dtype))
+    own_keys = {"earlier": None, "replaced": [3]}
+    copied = copy_companions(tmp_path, output, getattr(torch, dtype), own_keys)
     assert copied == ("config.json", "tokenizer.json")
     assert sorted(path.name for path in output.iterdir()) == sorted(copied)
-    assert json.loads((output / "config.json").read_text()) == stored | changes
+    written = json.loads((output / "config.json").read_text())
+    assert written == stored | changes | {"replaced": [3]}
     assert (output / "tokenizer.json").read_text() == "tokens"
-
-
-SIZES = st.integers(1, 5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -238,21 +216,3 @@ def test_every_tensor_of_transformers_is_the_source_of_one_parameter(
     shapes = {source: shape for each in mapped for source, shape in each.sources.items()}
     written = stored_tensors(tiny_model(variant))
     assert shapes == {name: tuple(tensor.shape) for name, tensor in written.items()}
-
-
-@pytest.mark.parametrize("columns", [None, 3])
-@given(groups=SIZES, heads_per_group=SIZES, head_dim=SIZES)
-def test_qkv(columns: int | None, groups: int, heads_per_group: int, head_dim: int) -> None:
-    """Every row holds its own number; biases have no columns."""
-    kv_rows = groups * head_dim
-    rows = [heads_per_group * kv_rows, kv_rows, kv_rows]
-    numbers = torch.arange(sum(rows), dtype=torch.float32)
-    matrix = numbers if columns is None else numbers[:, None].expand(-1, columns)
-    q, k, v = matrix.split(rows)
-    packed = pack_qkv(q, k, v, query_groups=groups)
-    expected = linear_qkv_rows(q.tolist(), k.tolist(), v.tolist(), groups=groups, head_dim=head_dim)
-    assert packed.tolist() == expected
-    for back, source in zip(
-        unpack_qkv(packed, query_groups=groups, head_dim=head_dim), (q, k, v), strict=True
-    ):
-        assert torch.equal(back, source)

@@ -190,5 +190,5 @@ def test_growth_is_that_of_the_counted_pairs(tokens: int, block_size: int, data)
 def test_the_router_scores_what_selects() -> None:
     sizes = {name: work_model_named(name).scores_per_visible_pair(8, 2, 64) for name in BUILT_IN}
     # 16 probes of a block with 8 heads and 64 keys.
-    probed = dict.fromkeys(("vertical-slash", "vertical-slash-last-queries"), 8192)
-    assert sizes == probed | {"previous-block": 2, "token-kv-head": 128, "token-query-head": 512}
+    by_token = {"token-kv-head": 128, "token-query-head": 512}
+    assert sizes == {"vertical-slash": 8192, "previous-block": 2, **by_token}

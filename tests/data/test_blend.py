@@ -5,15 +5,14 @@ import json
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from data.stored_documents import write_stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import data as oracle
 
 from sparsebalance_megatron.data.samples import (
     Blend,
@@ -128,8 +127,6 @@ def test_flags_that_contradict_one_another_are_named() -> None:
         read_blends(flags(data_args_path="/nonexistent"))
 
 
-WriteDataset = Callable[..., Path]
-
 NAMES = ("web", "books", "code")
 DOCUMENTS = (17, 5, 11)
 """Documents of every data set."""
@@ -138,13 +135,13 @@ FIRST_TOKENS = (0, 100, 200)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, write_dataset: WriteDataset) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("blend")
     for name, documents, first in zip(NAMES, DOCUMENTS, FIRST_TOKENS, strict=True):
         rows = [[first + i] * (3 + i % 4) for i in range(documents)]
-        write_dataset(folder / name, rows)
+        write_stored(folder / name, rows)
     masks = [[1] * (3 + i % 4) for i in range(DOCUMENTS[1])]
-    write_dataset(folder / "books_loss_mask", masks, dtype=np.uint8)
+    write_stored(folder / "books_loss_mask", masks, dtype=np.uint8)
     return folder
 
 
@@ -163,23 +160,13 @@ def open_blend(blend: Blend, split: str = "train", **options: Any) -> SampleInde
 
 @given(
     weights=st.lists(st.floats(0.01, 10.0), min_size=2, max_size=6),
-    places=st.integers(1, 200),
     consumed=st.integers(0, 90),
 )
 @settings(max_examples=40, deadline=None)
-def test_the_order_equals_the_naive_one(weights: list[float], places: int, consumed: int) -> None:
-    sources, numbers = BlendingOrder(weights).places(0, places)
+def test_a_resumed_order_goes_on(weights: list[float], consumed: int) -> None:
     resumed = BlendingOrder(weights).places(consumed, 10)
     never_stopped = BlendingOrder(weights).places(0, consumed + 10)
     assert all(map(np.array_equal, resumed, (each[consumed:] for each in never_stopped)))
-    # Shares are divided the same way, so that ties are broken the same way.
-    shares = (np.asarray(weights) / np.sum(weights)).tolist()
-    expected = oracle.blended_sources([share / sum(shares) for share in shares], places)
-    if sum(shares) == 1.0:
-        assert sources.tolist() == expected
-    for source in range(len(weights)):
-        mine = numbers[sources == source]
-        assert mine.tolist() == list(range(len(mine)))
 
 
 @pytest.mark.parametrize("weights", [None, (0.6, 0.1, 0.3), (3.0, 3.0, 1.0)])
@@ -219,17 +206,6 @@ def test_the_order_is_that_of_megatrons_own_blend(
     assert numbers.tolist() == theirs.dataset_sample_index.tolist()
     ours = index.source_of(index.global_batch(0, 30))
     assert ours.tolist() == index._order.places(0, 30)[0].tolist()
-
-
-def test_lengths_and_order_are_known_without_reading_tokens(folder: Path) -> None:
-    """As those of training, of the same split."""
-    blend = blend_of(folder, *NAMES, weights=(0.6, 0.1, 0.3))
-    opened, planned = (
-        open_blend(blend, split_weights="80,20,0", lengths_only=only) for only in (False, True)
-    )
-    samples = planned.global_batch(3, 40)
-    assert samples.tolist() == opened.global_batch(3, 40).tolist()
-    assert planned.lengths_of(samples).tolist() == opened.lengths_of(samples).tolist()
 
 
 @pytest.mark.parametrize("weights", [None, (1.0, 5.0, 2.0)])

@@ -4,8 +4,8 @@
 import json
 import re
 from collections.abc import Sequence
-from functools import partial
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -87,21 +87,17 @@ class Prepared:
     def documents(self) -> list[str]:
         """Texts, with trained tokens in brackets."""
         stored = Documents.open(str(self._prefix))
-        return [self._shown(stored, number) for number in range(len(stored.lengths_tokens))]
+        return [self._shown(stored, number) for number in range(len(stored))]
 
     def _shown(self, stored: Documents, number: int) -> str:
-        start, length = int(stored.starts[number]), int(stored.lengths_tokens[number])
-        tokens = stored.read_tokens(number, 0, length)
-        mask = np.ones(length, dtype=bool)
-        if stored.loss_mask is not None:
-            mask = np.asarray(stored.loss_mask[start : start + length], dtype=bool)
-        places = np.flatnonzero(np.diff(mask)) + 1
-        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
-        parts = [
-            (mask[first], decode(tokens[first:end].tolist()))
-            for first, end in pairwise([0, *places.tolist(), length])
-        ]
-        return "".join(f"[{text}]" if trained else text for trained, text in parts)
+        place = stored.place(number, 0, int(stored.lengths_tokens[number]))
+        tokens = stored.tokens[place]
+        trained = np.ones(len(tokens)) if stored.loss_mask is None else stored.loss_mask[place]
+        text = ""
+        for mark, run in groupby(zip(trained, tokens.tolist(), strict=True), itemgetter(0)):
+            decoded = self._tokenizer.decode([token for _, token in run], skip_special_tokens=False)
+            text += f"[{decoded}]" if mark else decoded
+        return text
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -123,47 +119,38 @@ IGNORES, KNOWS, WRITES, ENDS = (
 )
 
 
+ENDED = {"eos": "<|im_end|>"}
+
+
 @pytest.mark.parametrize(
-    ("template", "eos", "flags", "expected", "noted"),
+    ("template", "flags", "settings", "expected", "noted"),
     [
+        (TURNS, (), {}, "user: is it?\n[assistant: it is 2024\n<|endoftext|>]", IGNORES),
+        (QWEN, (), {}, f"{ASKED}{THINKS[:-1]}<|endoftext|>]", KNOWS),
         (
-            TURNS,
-            "<|endoftext|>",
-            (),
-            "user: is it?\n[assistant: it is 2024\n<|endoftext|>]",
-            IGNORES,
-        ),
-        (QWEN, "<|endoftext|>", (), f"{ASKED}{THINKS[:-1]}<|endoftext|>]", KNOWS),
-        (
-            *(QWEN, "<|endoftext|>", NOT_THINKING),
+            *(QWEN, NOT_THINKING, {}),
             *(f"{ASKED}<think>\n\n</think>\n\n[it is 2024<|im_end|>\n<|endoftext|>]", None),
         ),
         (
-            *(DATED, "<|endoftext|>", ("--chat-template-kwargs", '{"date": "1999"}')),
+            *(DATED, ("--chat-template-kwargs", '{"date": "1999"}'), {}),
             *(f"1999{ASKED}[it is 2024<|im_end|>\n<|endoftext|>]", WRITES),
         ),
-        (CHATML, "<|im_end|>", (), ASKED + "[it is 2024<|im_end|>\n]", ENDS),
-        (
-            ENDS_EXACTLY,
-            "<|im_end|>",
-            (),
-            ASKED.replace(">\n<", "><") + "[it is 2024<|im_end|>]",
-            ENDS,
-        ),
-        (MARKS, "<|im_end|>", (), ASKED + "[it is 2024<|im_end|>]\n", ENDS),
+        (CHATML, (), ENDED, ASKED + "[it is 2024<|im_end|>\n]", ENDS),
+        (ENDS_EXACTLY, (), ENDED, ASKED.replace(">\n<", "><") + "[it is 2024<|im_end|>]", ENDS),
+        (MARKS, (), ENDED, ASKED + "[it is 2024<|im_end|>]\n", ENDS),
     ],
 )
 def test_what_of_a_turn_is_trained_and_noted(
     template: str,
-    eos: str,
     flags: tuple[str, ...],
+    settings: dict[str, str],
     expected: str,
     noted: str | None,
     tmp_path: Path,
     capsys: Capsys,
 ) -> None:
     """With the end-of-sequence token once."""
-    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, *flags, eos=eos)
+    done = Prepared(tmp_path, template, [{"messages": TALK}], capsys, *flags, **settings)
     assert done.documents == [expected]
     notes = [note for note in (IGNORES, KNOWS, WRITES, ENDS) if note in done.out]
     assert notes == ([noted] if noted else [])
@@ -215,13 +202,6 @@ def test_turns_marked_as_not_to_be_learnt_are_not(
     assert "train of user turns, found 1 times, is not read" in done.out
 
 
-def test_a_turn_not_to_be_learnt_must_be_found(tmp_path: Path, capsys: Capsys) -> None:
-    template = MARKS.replace("{{ m.content }}{% end", "{{ loop.revindex }} {{ m.content }}{% end")
-    many = [TALK[0], TALK[1] | {"train": False}] * 8 + TALK
-    done = Prepared(tmp_path, template, [{"messages": many}], capsys)
-    assert done.status == 2 and "turn 2, which is not to be learnt, otherwise" in done.err
-
-
 GENERATED = "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
 TURN_MACRO = (
     "{% macro turn(m) %}{{ m.role }}: {% if m.role == 'assistant' %}"
@@ -232,39 +212,26 @@ EACH = "{% for m in messages %}"
 
 
 @pytest.mark.parametrize(
-    ("template", "expected"),
+    "template",
     [
-        (TURN_MACRO + EACH + "{{ turn(m) }}{% endfor %}", None),
-        (
-            TURN_MACRO
-            + "{% set all = namespace(text='') %}"
-            + EACH
-            + "{% set all.text = all.text + turn(m) %}{% endfor %}{{ all.text }}",
-            None,
-        ),
-        (
-            EACH + "{{ m.role }}: {% if m.role == 'user' %}{{ m.content }}{% else %}{% set x %}"
-            f"{GENERATED}{{% endset %}}{{{{ x }}}}{{% endif %}}{{% endfor %}}",
-            None,
-        ),
-        (
-            "{% macro wrap() %}assistant: {{ caller() }}{% endmacro %}" + EACH + "\n"
-            "  {%- if m.role == 'user' %}user: {{ m.content }}{% else %}\n"
-            f"  {{%- call wrap() -%}}\n  {GENERATED}\n  {{%- endcall %}}\n"
-            "  {%- endif %}\n{%- endfor %}",
-            None,
-        ),
-        (TURN_MACRO + EACH + "{{ turn(m)[:-3] }}{% endfor %}", "it changes what {% generation %}"),
+        TURN_MACRO + EACH + "{{ turn(m) }}{% endfor %}",
+        TURN_MACRO
+        + "{% set all = namespace(text='') %}"
+        + EACH
+        + "{% set all.text = all.text + turn(m) %}{% endfor %}{{ all.text }}",
+        EACH + "{{ m.role }}: {% if m.role == 'user' %}{{ m.content }}{% else %}{% set x %}"
+        f"{GENERATED}{{% endset %}}{{{{ x }}}}{{% endif %}}{{% endfor %}}",
+        "{% macro wrap() %}assistant: {{ caller() }}{% endmacro %}" + EACH + "\n"
+        "  {%- if m.role == 'user' %}user: {{ m.content }}{% else %}\n"
+        f"  {{%- call wrap() -%}}\n  {GENERATED}\n  {{%- endcall %}}\n"
+        "  {%- endif %}\n{%- endfor %}",
     ],
 )
 def test_a_tag_inside_a_macro_or_a_block_marks_its_text(
-    template: str, expected: str | None, tmp_path: Path, capsys: Capsys
+    template: str, tmp_path: Path, capsys: Capsys
 ) -> None:
     done = Prepared(tmp_path, template, [{"messages": TALK}], capsys)
-    if expected:
-        assert done.status == 2 and expected in done.err
-    else:
-        assert done.documents == ["user: is it?assistant:[ it is 2024<|endoftext|>]"]
+    assert done.documents == ["user: is it?assistant:[ it is 2024<|endoftext|>]"]
 
 
 SPLITS = CHATML.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
@@ -275,38 +242,6 @@ NO_TOOLS = CHATML.replace("%}<", "%}{% if m.role in ('user', 'assistant') %}<", 
 FIRST_SYSTEM = "{{ messages[0].content if messages[0].role == 'system' }}"
 THOUGHT = {"role": "assistant", "content": "<think>so</think>yes"}
 RESULTS = [TALK[0], {"role": "assistant", "content": "call"}, {"role": "tool", "content": "2024"}]
-
-
-@pytest.mark.parametrize(
-    ("template", "record", "expected"),
-    [
-        (SPLITS, {"messages": [TALK[0], THOUGHT]}, "write the reasoning of turn 2"),
-        (CHATML, {"messages": [TALK[0], TALK[1] | {"reasoning_content": "so"}]}, "write the reas"),
-        (NO_TOOLS, {"messages": [*RESULTS, TALK[1]]}, "write the content of turn 3 (tool)"),
-        (NO_TOOLS, {"system": "be kind", "messages": TALK}, "content of turn 1 (system)"),
-        (CHATML, {"messages": TALK, "functions": [{"name": "f"}]}, "give them as tools"),
-        (CHATML, {"messages": TALK, "documents": ["d"]}, "'documents' is not used"),
-        (CHATML, {"messages": TALK, "chat_template_kwargs": {"a": 1}}, "--chat-template-kwargs"),
-        (CHATML, {"messages": [TALK[0], TALK[1] | {"train": 2}]}, "train is 2"),
-        (CHATML, {"messages": [TALK[0], TALK[1] | {"function_call": {"name": "f"}}]}, "tool_calls"),
-        (
-            CHATML,
-            {"system": "a", "messages": [{"role": "system", "content": "b"}, *TALK]},
-            "differs from the system turn",
-        ),
-    ],
-)
-@pytest.mark.parametrize("file", ["in.jsonl", "in.parquet"])
-def test_what_would_be_lost_is_refused(
-    template: str,
-    record: dict[str, Any],
-    expected: str,
-    file: str,
-    tmp_path: Path,
-    capsys: Capsys,
-) -> None:
-    done = Prepared(tmp_path, template, [record], capsys, file=file)
-    assert done.status == 2 and expected in done.err
 
 
 @pytest.mark.parametrize("file", ["in.jsonl", "in.parquet"])
@@ -330,6 +265,9 @@ def test_turns_that_are_quoted_are_written(tmp_path: Path, capsys: Capsys) -> No
     assert done.status == 0 and '"a\\n\\"b\\""' in done.documents[0]
 
 
+CUTS = TURN_MACRO + EACH + "{{ turn(m)[:-3] }}{% endfor %}"
+COUNTS = MARKS.replace("{{ m.content }}{% end", "{{ loop.revindex }} {{ m.content }}{% end")
+UNLEARNT = [TALK[0], TALK[1] | {"train": False}] * 8 + TALK
 UNREADABLE = {"function": {"name": "clock", "arguments": "{"}}
 CALLING = {"messages": [*TALK, TALK[0], CALL]}
 FOLLOWED = {"messages": [*TALK, TALK[0]]}
@@ -351,6 +289,24 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
         "content is empty, and there are no tool_calls",
     ),
     (CHATML, {"messages": TALK[::-1] + TALK}, "begin with a user or system turn"),
+    # What would be lost.
+    (SPLITS, {"messages": [TALK[0], THOUGHT]}, "write the reasoning of turn 2"),
+    (CHATML, {"messages": [TALK[0], TALK[1] | {"reasoning_content": "so"}]}, "write the reas"),
+    (NO_TOOLS, {"messages": [*RESULTS, TALK[1]]}, "write the content of turn 3 (tool)"),
+    (NO_TOOLS, {"system": "be kind", "messages": TALK}, "content of turn 1 (system)"),
+    (CHATML, {"messages": TALK, "functions": [{"name": "f"}]}, "give them as tools"),
+    (CHATML, {"messages": TALK, "documents": ["d"]}, "'documents' is not used"),
+    (CHATML, {"messages": TALK, "chat_template_kwargs": {"a": 1}}, "--chat-template-kwargs"),
+    (CHATML, {"messages": [TALK[0], TALK[1] | {"train": 2}]}, "train is 2"),
+    (CHATML, {"messages": [TALK[0], TALK[1] | {"function_call": {"name": "f"}}]}, "tool_calls"),
+    (
+        CHATML,
+        {"system": "a", "messages": [{"role": "system", "content": "b"}, *TALK]},
+        "differs from the system turn",
+    ),
+    # Marks that are changed, or in other places where other turns follow.
+    (CUTS, {"messages": TALK}, "it changes what {% generation %}"),
+    (COUNTS, {"messages": UNLEARNT}, "turn 2, which is not to be learnt, otherwise"),
     # The time, a rewriting of earlier turns, another opening than what turns begin with.
     (TURNS + "{{ strftime_now('%f') }}", FOLLOWED, "it writes another text each time"),
     ("{{ messages[-1].content }}", FOLLOWED, "it does not render turn 2 as a suffix"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from bad_inputs.judge import bounded, check_refused
+from data.stored_documents import write_stored
 
 from sparsebalance_megatron.data import documents
 from sparsebalance_megatron.data.samples import SampleIndex
@@ -21,13 +22,8 @@ Change = Callable[[bytearray], object]
 
 
 def write(prefix: Path, values: np.ndarray, lengths: tuple[int, ...] = LENGTHS) -> Path:
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=values.dtype.type)
-    for document in np.split(values, np.cumsum(lengths)[:-1]):
-        builder.add_document(document, [len(document)])
-    builder.finalize(f"{prefix}.idx")
-    return prefix
+    documents = np.split(values, np.cumsum(lengths)[:-1])
+    return write_stored(prefix, documents, dtype=values.dtype.type)
 
 
 def tokens(dtype: Any = np.uint16) -> np.ndarray:
@@ -53,52 +49,33 @@ def put(format_: str, offset: int, *values: Any) -> Change:
 LENGTHS_AT, OFFSETS_AT, BOUNDARIES_AT = HEADER.size, HEADER.size + 16, HEADER.size + 48
 INDEX: dict[str, Change] = {
     "another magic": put("<9s", 0, b"PK\x03\x04"),
-    "version 0": put("<Q", 9, 0),
     "version 2": put("<Q", 9, 2),
-    "a version of many bits": put("<Q", 9, 2**63),
-    "no dtype": put("<B", 17, 0),
     "a dtype of fractions": put("<B", 17, 7),
-    "a dtype of double fractions": put("<B", 17, 6),
-    "an unknown dtype": put("<B", 17, 255),
     "wider tokens than there are": put("<B", 17, 4),
     "narrower tokens than there are": put("<B", 17, 1),
     "no sequence": put("<Q", 18, 0),
     "a sequence too many": put("<Q", 18, 5),
-    "a sequence too few": put("<Q", 18, 3),
     "sequences beyond any disk": put("<Q", 18, 2**63),
-    "no boundary": put("<Q", 26, 0),
-    "a boundary too many": put("<Q", 26, 6),
     "boundaries beyond any disk": put("<Q", 26, 2**62),
     "a negative length": put("<i", LENGTHS_AT, -30),
-    "a length that is another": put("<i", LENGTHS_AT, 31),
     "a huge length": put("<i", LENGTHS_AT, 2**31 - 1),
     "an offset that is another": put("<q", OFFSETS_AT + 8, 61),
-    "a negative offset": put("<q", OFFSETS_AT, -1),
     "a first boundary that is not 0": put("<q", BOUNDARIES_AT, 1),
-    "a negative boundary": put("<q", BOUNDARIES_AT + 8, -1),
     "boundaries out of order": put("<q", BOUNDARIES_AT + 8, 3),
     "a last boundary beyond the end": put("<q", BOUNDARIES_AT + 32, 5),
-    "cut inside the magic": lambda raw: raw.__delitem__(slice(5, None)),
     "cut inside the header": lambda raw: raw.__delitem__(slice(20, None)),
-    "cut inside the lengths": lambda raw: raw.__delitem__(slice(LENGTHS_AT + 3, None)),
     "cut by a byte": lambda raw: raw.pop(),
     "a byte too many": lambda raw: raw.append(0),
-    "twice": lambda raw: raw.extend(bytes(raw)),
     "nothing": lambda raw: raw.clear(),
-    "text": lambda raw: raw.__setitem__(slice(None), b"not an index\n" * 9),
-    "zero bytes": lambda raw: raw.__setitem__(slice(None), bytes(len(raw))),
 }
 
 
 TOKENS: dict[str, Change] = {
     "nothing": lambda raw: raw.clear(),
     "cut by a byte": lambda raw: raw.pop(),
-    "cut by a token": lambda raw: raw.__delitem__(slice(-2, None)),
     "a byte too many": lambda raw: raw.append(0),
-    "twice": lambda raw: raw.extend(bytes(raw)),
     "a token beyond the vocabulary": put("<H", 40, VOCABULARY),
     "the largest token": put("<H", 40, 2**16 - 1),
-    "noise": lambda raw: raw.__setitem__(slice(None), b"\xff" * len(raw)),
 }
 
 
@@ -124,7 +101,6 @@ def test_signed_tokens(dtype: Any, value: int, tmp_path: Path) -> None:
 def test_tokens_that_the_first_look_passes_over_are_found_when_they_are_read(
     prefix: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     monkeypatch.setattr(documents, "_PLACE_BYTES", 2)
     monkeypatch.setattr(documents, "_PLACES", 2)
     raw = bytearray(Path(f"{prefix}.bin").read_bytes())
@@ -136,14 +112,9 @@ def test_tokens_that_the_first_look_passes_over_are_found_when_they_are_read(
 
 SUMMARIES: dict[str, tuple[bytes, bool]] = {
     "a tokenizer that is too large": (b'{"tokenizer": {"vocab_size": 257}}', True),
-    "a tokenizer far too large": (b'{"tokenizer": {"vocab_size": 151936}}', True),
     "a tokenizer that fits": (b'{"tokenizer": {"vocab_size": 256}}', False),
-    "no size": (b'{"tokenizer": {"path": "x"}}', False),
-    "a size that is text": (b'{"tokenizer": {"vocab_size": "999"}}', False),
     "another program's": (b'[{"file": 1}]', False),
     "damaged": (b'{"tokenizer": ', False),
-    "nested too deep": (b"[" * 200_000, False),
-    "not UTF-8": (b"\xff\xfe", False),
 }
 """PREFIX.json -> whether it is refused. What is no summary is nobody's business: tokens are looked
 at themselves."""
@@ -162,15 +133,11 @@ def test_summaries(name: str, prefix: Path) -> None:
 
 ONES = np.ones(sum(LENGTHS), dtype=np.uint8)
 MASKS: dict[str, tuple[np.ndarray, tuple[int, ...]]] = {
-    "tokens": (tokens(np.uint16), LENGTHS),
     "tokens of one byte": (tokens(np.uint8), LENGTHS),
     "weights of four bytes": (ONES.astype(np.int32), LENGTHS),
-    "signed bytes": (ONES.astype(np.int8), LENGTHS),
-    "twos": (2 * ONES, LENGTHS),
     "one two": (np.where(np.arange(len(ONES)) == 40, 2, 1).astype(np.uint8), LENGTHS),
     "all zero": (0 * ONES, LENGTHS),
     "other documents": (ONES, tuple(reversed(LENGTHS))),
-    "a document less": (ONES[:-64], LENGTHS[:-1]),
     "fractions": (ONES.astype(np.float32), LENGTHS),
 }
 

@@ -14,7 +14,7 @@ from data.tokenizers_of_tests import save_tokenizer, train_tokenizer
 
 from sparsebalance_megatron.cli import main
 from sparsebalance_megatron.data.documents import DatasetWriter, Documents
-from sparsebalance_megatron.data.prepare import DocumentTokenizer, load_tokenizer, prepare
+from sparsebalance_megatron.data.prepare import DocumentTokenizer, prepare
 from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.errors import DataError
 
@@ -49,10 +49,7 @@ def test_stored_tokens_decode_to_the_texts(tokenizer: str, tmp_path: Path) -> No
     prefix = str(tmp_path / "out" / "data")
     summary = prepare(texts_source(tmp_path), prefix, tokenizer_name=tokenizer)
     documents = Documents.open(prefix)
-    stored = [
-        documents.read_tokens(i, 0, int(length))
-        for i, length in enumerate(documents.lengths_tokens)
-    ]
+    stored = np.split(documents.tokens[:], documents.starts[1:-1])
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     assert loaded.batch_decode(stored) == [f"{text}<|endoftext|>" for text in TEXTS]
     assert all(tokens.dtype == np.uint16 for tokens in stored)
@@ -77,7 +74,7 @@ def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
     documents = [np.arange(5), np.arange(70_000, 70_009)]
     for vocab_size in (65_499, 65_500):
         prefix = str(tmp_path / str(vocab_size))
-        with DatasetWriter(prefix, vocab_size=vocab_size, overwrite=False) as writer:
+        with DatasetWriter(prefix, vocab_size=vocab_size) as writer:
             stored = documents if vocab_size == 65_500 else documents[:1]
             for document in stored:
                 writer.add(document, np.zeros(len(document), dtype=np.uint8))
@@ -91,13 +88,13 @@ def test_megatron_reads_what_was_prepared(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_cuts_or_pads_does_neither(tokenizer: str, tmp_path: Path) -> None:
-    plain = load_tokenizer(tokenizer)
+    plain = DocumentTokenizer(tokenizer)
     expected = plain.backend.encode_batch(TEXTS)
     plain.backend.enable_truncation(5)
     plain.backend.enable_padding(length=7)
     shutil.copytree(tokenizer, tmp_path / "cutting")
     plain.backend.save(str(tmp_path / "cutting" / "tokenizer.json"))
-    loaded = load_tokenizer(str(tmp_path / "cutting"))
+    loaded = DocumentTokenizer(str(tmp_path / "cutting"))
     assert [e.ids for e in loaded.backend.encode_batch(TEXTS)] == [e.ids for e in expected]
 
 
@@ -167,7 +164,7 @@ TEXT = "In 2024 it's 12345 tokens, 3.14159. \n\n  two <|im_end|> \u00e9\u00e8 \u
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "LlamaTokenizer", "Unheard"])
 def test_classes_that_follow_the_file_give_its_tokens(name: str, tmp_path: Path) -> None:
     reference = save_tokenizer(tmp_path, tokenizer_class=name)
-    (encoding,) = load_tokenizer(str(tmp_path)).encode([TEXT], with_offsets=True)
+    (encoding,) = DocumentTokenizer(str(tmp_path)).encode([TEXT], with_offsets=True)
     assert encoding.ids == reference.encode(TEXT).ids
 
 
@@ -183,7 +180,7 @@ def test_classes_that_do_not_are_named(name: str, reason: str, tmp_path: Path) -
     """Some encode otherwise, some cannot encode at all, which is the reason given."""
     save_tokenizer(tmp_path, tokenizer_class=name)
     with pytest.raises(DataError, match=f"{reason}.*or to PreTrainedTokenizerFast$") as error:
-        load_tokenizer(str(tmp_path))
+        DocumentTokenizer(str(tmp_path))
     kind = name.removesuffix("Fast")
     assert str(error.value).startswith(f"--tokenizer {tmp_path}: transformers, as {kind}, ")
 
@@ -194,7 +191,7 @@ def test_a_chat_template_that_is_no_text_is_refused(template: object, tmp_path: 
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     with pytest.raises(DataError, match=f"--tokenizer {tmp_path}: "):
-        load_tokenizer(str(tmp_path))
+        DocumentTokenizer(str(tmp_path))
 
 
 def test_a_tokenizer_that_knows_few_words_encodes_those(tmp_path: Path) -> None:
@@ -205,7 +202,7 @@ def test_a_tokenizer_that_knows_few_words_encodes_those(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    loaded = load_tokenizer(str(tmp_path))
+    loaded = DocumentTokenizer(str(tmp_path))
     assert [each.ids for each in loaded.encode(["a", "b"], with_offsets=False)] == [[0], [1]]
     with pytest.raises(DataError, match=f"--tokenizer {tmp_path}: it cannot encode a document"):
         loaded.encode(["c"], with_offsets=True)

@@ -1,27 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored documents, the sample index and packed sequences against token-by-token construction."""
+"""Stored documents and the sample index against token-by-token construction."""
 
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from data.stored_documents import write_stored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import data as oracle
 
 from sparsebalance_megatron.data.data_set import epoch_permutation, split_range
-from sparsebalance_megatron.data.documents import Documents, check_loss_mask
-from sparsebalance_megatron.data.packing import Sample, pack, packed_cu_seqlens
+from sparsebalance_megatron.data.documents import Documents, StoredValues, check_loss_mask
+from sparsebalance_megatron.data.packing import Sample, packed_cu_seqlens
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 
-WriteDataset = Callable[..., Path]
 OVERLONG = ("split", "truncate", "drop")
 
 document_lengths = st.lists(st.integers(0, 23), min_size=1, max_size=12)
@@ -46,10 +44,10 @@ def pairs_of(sample: Sample) -> list[oracle.Pair]:
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory, write_dataset: WriteDataset) -> SampleIndex:
+def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
     """7 samples of one epoch."""
     documents = distinct_documents([9, 3, 20, 2, 5])
-    return open_index(write_dataset(tmp_path_factory.mktemp("index") / "data", documents))
+    return open_index(write_stored(tmp_path_factory.mktemp("index") / "data", documents))
 
 
 @given(
@@ -68,12 +66,11 @@ def test_samples_equal_naive_construction(
     sequences: int,
     weights: str,
     split: str,
-    write_dataset: WriteDataset,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     everything_stored = distinct_documents(lengths)
     prefix = tmp_path_factory.mktemp("samples") / "data"
-    write_dataset(prefix, everything_stored, sequences_per_document=sequences)
+    write_stored(prefix, everything_stored, sequences_per_document=sequences)
     documents = everything_stored[slice(*split_range(len(lengths), weights, split))]
     per_document = [oracle.samples(document, max_tokens, overlong) for document in documents]
     expected = list(chain.from_iterable(per_document))
@@ -148,9 +145,9 @@ def test_bad_split_weights_are_named(weights: str) -> None:
         split_range(10, weights, "train")
 
 
-def test_digest_tells_data_and_options_apart(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    prefix = write_dataset(tmp_path / "data", distinct_documents([5, 9, 30]))
-    other = write_dataset(tmp_path / "other", distinct_documents([9, 5, 30]))
+def test_digest_tells_data_and_options_apart(tmp_path: Path) -> None:
+    prefix = write_stored(tmp_path / "data", distinct_documents([5, 9, 30]))
+    other = write_stored(tmp_path / "other", distinct_documents([9, 5, 30]))
     digests = {
         open_index(prefix).digest(),
         open_index(other).digest(),
@@ -169,31 +166,6 @@ def test_samples_out_of_range_are_refused(index: SampleIndex) -> None:
         index.global_batch(0, 0)
 
 
-token_lists = st.lists(
-    st.lists(st.integers(0, 65_000), min_size=2, max_size=9), min_size=1, max_size=6
-)
-
-
-@given(
-    tokens=token_lists,
-    multiple=st.integers(1, 8),
-    dtype=st.sampled_from([np.uint16, np.int32, np.int64]),
-)
-@settings(max_examples=80)
-def test_packing_equals_naive_packing(
-    tokens: list[list[int]], multiple: int, dtype: type[np.number]
-) -> None:
-    samples = [Sample(tokens=np.array(sample, dtype=dtype)) for sample in tokens]
-    boundaries = packed_cu_seqlens([len(sample) - 1 for sample in tokens], multiple)
-    row = pack(samples, boundaries)
-    expected = oracle.packed_sequence([oracle.predictions(s) for s in tokens], multiple, 0)
-    columns = (row.tokens, row.labels, row.position_ids, row.loss_mask)
-    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
-    assert [column.dtype for column in columns] == [np.int64, np.int64, np.int64, np.float32]
-    starts = [place for place, row in enumerate(expected) if row[2] == 0]
-    assert [*boundaries] == [*starts, len(expected)]
-
-
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 token"):
         packed_cu_seqlens([])
@@ -205,59 +177,42 @@ SMALL = 200_000
 """Values of files that are looked at whole."""
 
 
-def test_places_of_a_large_file_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_places_of_a_large_file_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its ends among them. That a large mask holds a 1 somewhere cannot be said."""
     monkeypatch.setattr("sparsebalance_megatron.data.documents._PLACES", 4)
     monkeypatch.setattr("sparsebalance_megatron.data.documents._PLACE_BYTES", 1000)
     mask = np.zeros(SMALL, dtype=np.uint8)
     mask[5000:6000] = 3  # between two places
-    check_loss_mask(mask, "mask.bin")
+    stored = StoredValues(tmp_path / "mask.bin", mask.dtype, SMALL)
+    mask.tofile(stored.path)
+    check_loss_mask(stored)
     for place in (0, 999, SMALL - 1000, SMALL - 1):
         wrong = mask.copy()
         wrong[place] = 2
+        wrong.tofile(stored.path)
         with pytest.raises(DataError, match="holds 2"):
-            check_loss_mask(wrong, "mask.bin")
+            check_loss_mask(stored)
 
 
-@contextmanager
-def few_open_files(more: int) -> Iterator[int]:
-    """Inside, this process may open as many more files; the limit is given."""
+def test_more_data_sets_than_files_may_be_open(tmp_path: Path) -> None:
+    written = [write_stored(tmp_path / str(i), [[i, i + 1]]) for i in range(20)]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = max(map(int, os.listdir("/proc/self/fd"))) + 1 + more
+    limit = max(map(int, os.listdir("/proc/self/fd"))) + 5
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
-        yield limit
+        opened = [Documents.open(prefix) for prefix in written]
+        found = [each.tokens[0:2].tolist() for each in opened]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_more_data_sets_than_files_may_be_open(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    written = [write_dataset(tmp_path / str(i), [[i, i + 1]]) for i in range(20)]
-    with few_open_files(4):
-        opened = [Documents.open(prefix) for prefix in written]
-        found = [each.read_tokens(0, 0, 2).tolist() for each in opened]
     assert found == [[i, i + 1] for i in range(20)]
 
 
-def test_the_limit_of_open_files_is_named(tmp_path: Path, write_dataset: WriteDataset) -> None:
-    prefix = write_dataset(tmp_path / "data", [[1, 2]])
-    with few_open_files(0) as limit, ExitStack() as opened, pytest.raises(DataError) as error:
-        with suppress(OSError):
-            while True:
-                opened.enter_context(open(os.devnull))
-        Documents.open(prefix)
-    assert str(error.value) == (
-        f"{prefix}.idx: too many open files: this process may open {limit}; raise the limit with "
-        "ulimit -n"
-    )
-
-
-def test_a_file_that_is_cut_while_it_is_read_is_named(
-    tmp_path: Path, write_dataset: WriteDataset
-) -> None:
-    prefix = write_dataset(tmp_path / "data", [[1, 2, 3, 4]])
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
+    prefix = write_stored(tmp_path / "data", [[1, 2, 3, 4]])
     opened = Documents.open(prefix)
     Path(f"{prefix}.bin").write_bytes(bytes(8))
-    assert opened.read_tokens(0, 0, 2).tolist() == [0, 0]
+    assert opened.tokens[0:2].tolist() == [0, 0]
     with pytest.raises(DataError, match=f"{prefix}.bin: cut short since it was opened"):
-        opened.read_tokens(0, 1, 3)
+        opened.tokens[1:4]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 from data.tokenizers_of_tests import train_tokenizer
 from hypothesis import given, settings
@@ -145,3 +146,5 @@ def test_every_weight_of_the_packed_row(
     expected += [(0, 0, position, 0.0) for position in range(padding)]
     found = zip(row.tokens, row.labels, row.position_ids, row.loss_mask, strict=True)
     assert [tuple(place) for place in found] == expected
+    assert {row.tokens.dtype, row.labels.dtype, row.position_ids.dtype} == {np.dtype(np.int64)}
+    assert row.loss_mask.dtype == np.float32

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from harness import REPOSITORY
-from sparse_hf_models import BLOCK, CAUSAL, FAMILIES, make_bare_model, make_model, make_tokens
+from sparse_hf_models import BLOCK, FAMILIES, make_bare_model, make_model, make_tokens
 
 from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.errors import ConfigError
@@ -44,7 +44,7 @@ def test_a_covering_budget_is_dense_attention_and_a_small_one_is_not(family):
     assert (sparse - dense)[:, 4 * BLOCK :].abs().amax() > 1e-3
 
 
-@pytest.mark.parametrize("selection", CAUSAL)
+@pytest.mark.parametrize("selection", BUILT_IN)
 def test_every_layer_attends_as_training_does(selection):
     generator = torch.Generator().manual_seed(1)
     q, k, v = (

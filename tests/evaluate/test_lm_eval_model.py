@@ -77,16 +77,6 @@ def test_prompts_of_unequal_length_are_continued_as_each_alone(directory, select
     assert model.batch_size == 3
 
 
-def test_a_selection_that_looks_ahead_sees_no_padding(directory):
-    """Requests of unequal length, which the harness would pad in one batch."""
-    model = load(directory, sparse_selection="vertical-slash-last-queries")
-    pairs = [(prompt, " w3 w4 w5") for prompt in PROMPTS]
-    together = model.loglikelihood(requests("loglikelihood", pairs))
-    for pair, found in zip(pairs, together, strict=True):
-        (alone,) = model.loglikelihood(requests("loglikelihood", [pair]))
-        assert found[0] == pytest.approx(alone[0], abs=1e-5)
-
-
 TASK = """
 task: words
 dataset_path: json

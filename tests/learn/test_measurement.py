@@ -26,7 +26,7 @@ from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.learn.measurement import PASSES, StepFigures, lockstep_waiting
 from sparsebalance_megatron.plan.pipeline.operation_times import rank_busy_ms
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.run.sinks import StepSinks, step_scalars, write_scalars
+from sparsebalance_megatron.run.sinks import step_scalars, write_scalars
 
 SHAPE_RPVM = (4, 2, 1, 6)
 
@@ -212,11 +212,3 @@ def test_wandb_gets_what_was_measured_of_a_step_at_once() -> None:
         "tokens-per-second",
         "tflops-per-rank-executed",
     }
-
-
-def test_ranks_that_ran_different_plans_show_whatever_the_interval() -> None:
-    wandb = Mock()
-    sinks = StepSinks.__new__(StepSinks)
-    sinks._writers = (None, wandb, 5)
-    sinks.write_mismatches(7, 2)
-    wandb.log.assert_called_once_with({"sparse-balance/digest-mismatches": 2}, 7)

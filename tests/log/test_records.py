@@ -69,7 +69,7 @@ def test_a_record_holds_what_the_run_knew() -> None:
     assert figures.computing_ms_measured == pytest.approx(own_2RPVM.sum(axis=(0, 3, 4)).mean())
     assert step.shape == planned.plan.expectation.times_2RPVM.shape[1:]
     assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
-    np.testing.assert_allclose(step.times_2RPVM("measured"), own_2RPVM)
+    np.testing.assert_allclose(step.measured.own_2RPVM, own_2RPVM)
     assert (step.segments_RM == 1).all()
 
 
@@ -83,7 +83,7 @@ def test_what_was_not_measured_comes_back_as_none() -> None:
     step = back(step_record(finished), STEP_LOG)
     assert (step.iteration_ms, step.lm_loss, step.complete) == (None, None, False)
     assert step.figures.busiest_rank_ms_measured is None
-    np.testing.assert_array_equal(step.times_2RPVM("measured"), times_2RPVM)
+    np.testing.assert_array_equal(step.measured.own_2RPVM, times_2RPVM)
 
 
 def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:

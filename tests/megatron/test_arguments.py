@@ -191,30 +191,10 @@ def test_what_is_refused_in_the_end(flag: str) -> None:
     supported = {"seq_length": 256, "data_path": ["prefix"], "dataloader_type": "external"}
     supported |= {"calculate_per_token_loss": True, "attention_dropout": 0.0}
     check_supported(Namespace(**supported), config)
+    fixed = SparseBalanceConfig(enabled=True, positions="fixed")
+    check_supported(Namespace(**supported, moe_paged_stash=True), fixed)
     with pytest.raises(ConfigError, match=rf"^--sparse-balance with {flag}: "):
         check_supported(Namespace(**supported | NOT_TYPED[flag]), config)
-
-
-@pytest.mark.parametrize(
-    ("megatron", "chosen", "refused"),
-    [
-        ({}, {}, False),
-        ({}, {"max_context_parallel": 2}, True),
-        ({"context_parallel_size": 2}, {}, True),
-        ({"context_parallel_size": 2}, {"context_parallel": "static"}, False),
-        ({"use_torch_fsdp2": True}, {}, True),
-        ({"expert_model_parallel_size": 2}, {"positions": "fixed"}, False),
-        ({"pipeline_model_parallel_size": 2}, {"max_context_parallel": 2}, False),
-    ],
-)
-def test_a_stash_by_micro_batches_is_refused_where_steps_may_have_fewer(
-    megatron: dict[str, Any], chosen: dict[str, Any], refused: bool
-) -> None:
-    args = Namespace(moe_paged_stash=True, seq_length=256, calculate_per_token_loss=True)
-    vars(args).update(megatron, data_path=["prefix"], dataloader_type="external")
-    refusal = pytest.raises(ConfigError, match=r"^--sparse-balance with --moe-paged-stash: ")
-    with refusal if refused else nullcontext():
-        check_supported(args, SparseBalanceConfig(enabled=True, **chosen))
 
 
 @pytest.mark.parametrize(
@@ -382,67 +362,51 @@ LOOK_REFUSED = [
     "--dataloader-type external --attention-dropout 0 --softmax-type vanilla",
 ]
 """Beside flags that are refused for other values."""
-LAST_QUERIES = "--sparse-balance-selection vertical-slash-last-queries"
-DIVIDED = [
-    "--context-parallel-size 2",
-    "--sparse-balance-max-context-parallel 4",
-    "--sparse-balance-max-segments 4 --pipeline-model-parallel-size 2",
-]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words", "complaint"),
+    ("words", "complaint"),
     [
-        (1, "--context-parallel-size=0", "--context-parallel-size 0: "),
-        (1, "--sparse-balance-base-budget=1099511627776", "--sparse-balance-base-budget 1099"),
+        ("--context-parallel-size=0", "--context-parallel-size 0: "),
+        ("--sparse-balance-base-budget=1099511627776", "--sparse-balance-base-budget 1099"),
         (
-            *(1, "--sparse-balance-max-tokens-per-micro-batch 100"),
+            "--sparse-balance-max-tokens-per-micro-batch 100",
             "with --seq-length 256: .* use at least 256",
         ),
-        (
-            *(1, "--use-torch-fsdp2 --pipeline-model-parallel-size 2"),
-            "^--pipeline-model-parallel-size 2: .* or no FSDP2",
-        ),
-        (
-            1,
-            "--use-torch-fsdp2 --expert-model-parallel-size 4 --num-experts 4 "
-            "--moe-token-dispatcher-type alltoall",
-            "^--expert-model-parallel-size 4: .* or no FSDP2",
-        ),
-        *((1, f"--seed {seed}", "must be 1 to 2147483647") for seed in (-1, 0, 2**31)),
-        *((1, f"--seed {seed}", None) for seed in (1, 2**31 - 1)),
-        (1, LAST_QUERIES, None),
-        *((1, words, None) for words in LOOK_REFUSED),
-        *(
-            (
-                *(1, f"{LAST_QUERIES} {divided}"),
-                f"^{LAST_QUERIES} with {' '.join(divided.split()[:2])}: .* use vertical-slash, or",
-            )
-            for divided in DIVIDED
-        ),
-        (2, "--global-batch-size 2 --micro-batch-size 2", "2 must be a multiple of"),
-        (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", None),
-        (8, "", None),
-        (16, "", "x data-parallel size 16 = 16"),
-        (4, "--eval-micro-batch-size 4", "--eval-global-batch-size 8 must be a multiple of"),
-        (16, "--use-checkpoint-args", None),
-        (3, "--tensor-model-parallel-size 2", None),
-        (4, "--pipeline-model-parallel-size 0", None),
-        (1, "--global-batch-size 7 --micro-batch-size 2", "--global-batch-size 7 must be"),
+        *((f"--seed {seed}", "must be 1 to 2147483647") for seed in (-1, 0, 2**31)),
+        *((f"--seed {seed}", None) for seed in (1, 2**31 - 1)),
+        *((words, None) for words in LOOK_REFUSED),
     ],
 )
 def test_numbers_that_do_not_go_together(
+    words: str, complaint: str | None, megatron_parser: ArgumentParser
+) -> None:
+    refuses = nullcontext() if complaint is None else pytest.raises(ConfigError, match=complaint)
+    with refuses:
+        check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "refused"),
+    [
+        (2, "--global-batch-size 2 --micro-batch-size 2", True),
+        (16, "", True),
+        (8, "", False),
+        (8, "--tensor-model-parallel-size 2 --global-batch-size 4", False),
+        (3, "--tensor-model-parallel-size 2", False),
+        (4, "--pipeline-model-parallel-size 0", False),
+        (16, "--use-checkpoint-args", False),
+    ],
+)
+def test_a_global_batch_fills_its_micro_batches(
     ranks: int,
     words: str,
-    complaint: str | None,
+    refused: bool,
     megatron_parser: ArgumentParser,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Among them a global batch that does not fill its micro-batches, and a selection that needs
-    whole documents where they are divided."""
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    refuses = nullcontext() if complaint is None else pytest.raises(ConfigError, match=complaint)
-    with refuses:
+    with pytest.raises(ConfigError, match="must be a multiple of") if refused else nullcontext():
         check_typed_flags(megatron_parser, (*SUPPORTED, *words.split()))
 
 

@@ -30,9 +30,10 @@ from sparsebalance_megatron.megatron.core_attention import (
 )
 from sparsebalance_megatron.megatron.own_attention import SharesHeads
 from sparsebalance_megatron.megatron.packed_seq_params import (
+    BASE,
+    EXECUTED,
     STEPS_PER_FULL_OBSERVATION,
     BudgetedPackedSeqParams,
-    CoverageObservation,
     LayoutCache,
 )
 from sparsebalance_megatron.megatron.unsupported import check_model
@@ -135,10 +136,10 @@ def test_each_layer_executes_its_own_planned_budgets() -> None:
         seen = params.micro_batch.observations[layer]
         curves_SK = _curves(q_THD, k_TGD, params)
         columns_S = torch.tensor(fitting_S)[:, None] - 1
-        torch.testing.assert_close(seen.executed_S, curves_SK.gather(1, columns_S)[:, 0])
-        torch.testing.assert_close(seen.grid_SK, curves_SK[:, [0, 1, 3, 7, 14]])
-    torch.testing.assert_close(seen.base_S, params.micro_batch.observations[0].executed_S)
-    assert (seen.executed_S < seen.base_S).tolist() == [True, False, False]
+        torch.testing.assert_close(seen[:, EXECUTED], curves_SK.gather(1, columns_S)[:, 0])
+        torch.testing.assert_close(seen[:, :BASE], curves_SK[:, [0, 1, 3, 7, 14]])
+    torch.testing.assert_close(seen[:, BASE], params.micro_batch.observations[0][:, EXECUTED])
+    assert (seen[:, EXECUTED] < seen[:, BASE]).tolist() == [True, False, False]
 
 
 def test_layers_have_base_budgets_of_their_own() -> None:
@@ -147,19 +148,19 @@ def test_layers_have_base_budgets_of_their_own() -> None:
 
     def both_layers(
         text: str, dense: Sequence[int] = ()
-    ) -> tuple[list[torch.Tensor], dict[int, CoverageObservation]]:
+    ) -> tuple[list[torch.Tensor], dict[int, Tensor]]:
         params = params_with(LENGTHS, np.ones((2, 3), dtype=np.int32), dense=dense)
         layers = [attention(layer=layer, layer_budgets=text) for layer in (1, 2)]
         outputs = [layer(*qkv, None, packed_seq_params=params) for layer in layers]
         return outputs, params.micro_batch.observations
 
     _, seen = both_layers("1:0")
-    torch.testing.assert_close(seen[0].base_S, seen[0].executed_S)
-    assert (seen[1].base_S > seen[1].executed_S).tolist() == [True, False, True]
+    torch.testing.assert_close(seen[0][:, BASE], seen[0][:, EXECUTED])
+    assert (seen[1][:, BASE] > seen[1][:, EXECUTED]).tolist() == [True, False, True]
     outputs, seen = both_layers("dense:0-1", (3, 3))
     for layer, out in enumerate(outputs):
         assert_dense(out, qkv, (0, *np.cumsum(LENGTHS).tolist()))
-        assert (seen[layer].executed_S == 1).all() and (seen[layer].base_S == 1).all()
+        assert (seen[layer] == 1).all()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -171,7 +172,7 @@ def test_bad_numbers_of_a_document_reach_no_other(value: float) -> None:
     for x in broken:
         x[bad, 0, 0] = value
 
-    def run(qkv: list[torch.Tensor]) -> tuple[list[torch.Tensor], CoverageObservation]:
+    def run(qkv: list[torch.Tensor]) -> tuple[list[torch.Tensor], Tensor]:
         leaves = [x.clone().requires_grad_() for x in qkv]
         params = params_of(1)
         out = attention()(*leaves, None, packed_seq_params=params)
@@ -183,10 +184,8 @@ def test_bad_numbers_of_a_document_reach_no_other(value: float) -> None:
     others = sum(LENGTHS[:2])
     for x, y in zip(ours, expected, strict=True):
         assert torch.equal(x[:others], y[:others])
-    for name in ("grid_SK", "executed_S", "base_S"):
-        assert torch.equal(getattr(seen, name)[:2], getattr(expected_seen, name)[:2]), name
-    assert seen.grid_SK[2].isnan().all()
-    assert seen.executed_S[2].isnan()
+    assert torch.equal(seen[:2], expected_seen[:2])
+    assert seen[2].isnan().all()
 
 
 def _curves(
@@ -274,16 +273,15 @@ def test_dense_documents_need_no_lists(step: int) -> None:
     assert numbers[inside].equal(of_all.indices_QCK[first:][inside].to(numbers.dtype))
     seen, all_seen = (x.micro_batch.observations[0] for x in (some, listed))
     if step == STEPS_PER_FULL_OBSERVATION:
-        torch.testing.assert_close(seen.grid_SK, all_seen.grid_SK)
+        torch.testing.assert_close(seen, all_seen)
     else:
-        assert seen.grid_SK[:2].isnan().all()
-        torch.testing.assert_close(seen.grid_SK[2:], all_seen.grid_SK[2:])
-    assert seen.executed_S.tolist()[:2] == seen.base_S.tolist()[:2] == [1.0, 1.0]
-    torch.testing.assert_close(seen.executed_S[2], all_seen.executed_S[2])
+        assert seen[:2, :BASE].isnan().all()
+        torch.testing.assert_close(seen[2], all_seen[2])
+    assert (seen[:2, BASE:] == 1.0).all()
     raised = params_with(COVERED_FIRST, np.full((2, 3), 8, dtype=np.int32), step=step, dense=(3, 3))
     _output_and_gradients(raised)
-    base_S = raised.micro_batch.observations[0].base_S
-    expected_S = all_seen.base_S.clone()
+    base_S = raised.micro_batch.observations[0][:, BASE]
+    expected_S = all_seen[:, BASE].clone()
     if step != STEPS_PER_FULL_OBSERVATION:
         expected_S[2] = torch.nan
     torch.testing.assert_close(base_S, expected_S, equal_nan=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is trained of a conversation, character by character from the template's text."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,47 +21,34 @@ class Layout:
 
     def jinja(self) -> str:
         """This layout as a chat template for transformers."""
-        content = "m.content | trim" if self.strips_content else "m.content"
-        before, after = (text.replace("\n", "\\n") for text in (self.opening, self.closing))
-        before = before.replace("ROLE", "' + m.role + '")
-        asked = self.opening.replace("ROLE", "assistant").replace("\n", "\\n")
-        default = ""
+        opening, closing = json.dumps(self.opening), json.dumps(self.closing)
+        turns, spoken = "messages", "{{ m.content }}"
         if self.default_system is not None:
-            text = self.opening.replace("ROLE", "system") + self.default_system + self.closing
-            text = text.replace("\n", "\\n")
-            default = "{% if messages[0].role != 'system' %}{{ '" + text + "' }}{% endif %}"
-        spoken = "{{ " + content + " }}"
+            first = json.dumps([{"role": "system", "content": self.default_system}])
+            turns = f"([] if messages[0].role == 'system' else {first}) + messages"
+        if self.strips_content:
+            spoken = "{{ m.content | trim }}"
         if self.marks_content:
-            marked = "{% generation %}" + spoken + "{% endgeneration %}"
-            spoken = (
-                "{% if m.role == 'assistant' %}" + marked + "{% else %}" + spoken + "{% endif %}"
-            )
-        turn = "{{ '" + before + "' }}" + spoken + "{{ '" + after + "' }}"
+            marked = f"{{% generation %}}{spoken}{{% endgeneration %}}"
+            spoken = f"{{% if m.role == 'assistant' %}}{marked}{{% else %}}{spoken}{{% endif %}}"
         return (
-            default
-            + "{% for m in messages %}"
-            + turn
-            + "{% endfor %}{% if add_generation_prompt %}{{ '"
-            + asked
-            + "' }}{% endif %}"
+            f"{{% for m in {turns} %}}{{{{ {opening} | replace('ROLE', m.role) }}}}{spoken}"
+            f"{{{{ {closing} }}}}{{% endfor %}}"
+            f"{{% if add_generation_prompt %}}{{{{ {opening} | replace('ROLE', 'assistant') }}}}"
+            "{% endif %}"
         )
 
 
 def characters(turns: Sequence[Turn], layout: Layout) -> list[tuple[str, bool]]:
     """Every character of the rendered conversation, and whether it is trained on."""
     found: list[tuple[str, bool]] = []
-
-    def add(text: str, trained: bool) -> None:
-        for character in text:
-            found.append((character, trained))
-
     if layout.default_system is not None and turns[0][0] != "system":
-        add(layout.opening.replace("ROLE", "system"), False)
-        add(layout.default_system, False)
-        add(layout.closing, False)
+        turns = [("system", layout.default_system), *turns]
     for role, content in turns:
         spoken = content.strip() if layout.strips_content else content
-        add(layout.opening.replace("ROLE", role), False)
-        add(spoken, role == "assistant")
-        add(layout.closing, role == "assistant" and not layout.marks_content)
+        is_learnt = role == "assistant"
+        found += [(character, False) for character in layout.opening.replace("ROLE", role)]
+        found += [(character, is_learnt) for character in spoken]
+        closed = is_learnt and not layout.marks_content
+        found += [(character, closed) for character in layout.closing]
     return found

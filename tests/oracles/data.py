@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples and packed sequences, built token by token."""
+"""Samples, built token by token."""
 
 from collections.abc import Sequence
 
@@ -29,33 +29,3 @@ def samples(document: Sequence[int], max_tokens: int, overlong: str) -> list[lis
             pieces.append([])
         pieces[-1].append(pair)
     return pieces
-
-
-def packed_sequence(
-    samples_of_pairs: Sequence[Sequence[Pair]], multiple: int, pad_token: int
-) -> list[tuple[int, int, int, float]]:
-    """(token, label, position, loss weight) per place of the sequence."""
-    row: list[tuple[int, int, int, float]] = []
-    for pairs in samples_of_pairs:
-        for position, (token, label) in enumerate(pairs):
-            row.append((token, label, position, 1.0))
-    position = 0
-    while len(row) % multiple:
-        row.append((pad_token, pad_token, position, 0.0))
-        position += 1
-    return row
-
-
-def blended_sources(weights: Sequence[float], places: int) -> list[int]:
-    """Which source every place takes from: the one that lacks most of its share, the first of
-    equals."""
-    total = sum(weights)
-    taken = [0] * len(weights)
-    chosen = []
-    for place in range(places):
-        lacking = [
-            weight / total * max(place, 1) - t for weight, t in zip(weights, taken, strict=True)
-        ]
-        chosen.append(lacking.index(max(lacking)))
-        taken[chosen[-1]] += 1
-    return chosen

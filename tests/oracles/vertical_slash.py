@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oracles.attention import Block, blocks_of
 
-PROBES, LAST, SINKS = 16, 64, 30
+PROBES, SINKS = 16, 30
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,14 @@ def ranked(
     cu_seqlens: list[int],
     block_size: int,
     scale: float,
-    *,
-    looks_ahead: bool = False,
 ) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
     """(query block, KV head) -> all its visible blocks in order, and all possible columns."""
     blocks = blocks_of(cu_seqlens, block_size)
     found = {}
     for own, (document, begin, _) in enumerate(blocks):
-        first, end = cu_seqlens[document : document + 2]
+        first = cu_seqlens[document]
         first_block = next(n for n, block in enumerate(blocks) if block[0] == document)
-        if looks_ahead:
-            probes = list(range(max(first, end - LAST), end))
-        else:
-            probes = even_probes(blocks[own - 1], block_size) if own > first_block else []
+        probes = even_probes(blocks[own - 1], block_size) if own > first_block else []
         for head in range(k_TGD.shape[1]):
             diagonal = dict.fromkeys(range(first_block, own + 1), 0.0)
             column = dict.fromkeys(range(first, max(first, begin - block_size)), 0.0)

@@ -9,7 +9,7 @@ import numpy as np
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel, Part, StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import unshared
+from sparsebalance_megatron.plan.budgets.policy import step_problem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
@@ -140,6 +140,11 @@ def planned(step=0, **inputs):
     return plan_step(step, PlanInputs(**inputs | {"lengths_tokens": (*inputs["lengths_tokens"],)}))
 
 
+def problem_of(inputs):
+    """The problem that inputs of a plan pose."""
+    return step_problem(PlanInputs(**inputs))
+
+
 def planned_no_slower(given, *others):
     """The plan of these inputs: always the same one, above its bound, no slower than those of other
     settings, and with no less coverage than at fixed budgets."""
@@ -180,7 +185,7 @@ def costs_without_constants(job, samples):
     costs = step_costs([1] * samples, job, cost_model(), scales)
     nothing_2CF = np.zeros_like(costs.layer_2CF)
     nothing = dict.fromkeys(("layer_2CF", "outside_2CF", "experts_2CF"), nothing_2CF)
-    return replace(costs, constant_2C=nothing_2CF[..., 0], **nothing)
+    return replace(costs, **nothing)
 
 
 def with_experts(costs, seed):
@@ -199,14 +204,14 @@ def placed(micro_batch_of_S, job, cp_sizes_RM=None):
         samples[place // positions][place % positions].append(sample)
     return Arrangement(
         samples=tuple(tuple(tuple(each) for each in rank) for rank in samples),
-        cp_sizes_RM=unshared(ranks, positions) if cp_sizes_RM is None else cp_sizes_RM,
+        cp_sizes_RM=np.ones((ranks, positions), int) if cp_sizes_RM is None else cp_sizes_RM,
     )
 
 
 def flat(times_2RPVM, schedule=megatron_order, cp_sizes_RM=None):
     """Times of operations, from those of micro-batches, by default not shared by ranks."""
     _, ranks, _, _, positions = times_2RPVM.shape
-    cp_sizes_RM = unshared(ranks, positions) if cp_sizes_RM is None else cp_sizes_RM
+    cp_sizes_RM = np.ones((ranks, positions), int) if cp_sizes_RM is None else cp_sizes_RM
     return OperationTimes.of_micro_batches(times_2RPVM, cp_sizes_RM, schedule)
 
 
@@ -226,7 +231,7 @@ def longest_through(times):
 def random_cp_sizes(ranks, positions, most_ranks, seed):
     """[ranks, positions] of aligned powers of two."""
     generator = np.random.default_rng(seed)
-    cp_sizes = np.ones((ranks, positions), dtype=np.int64)
+    cp_sizes = np.ones((ranks, positions), int)
     for m in range(positions):
         rank = 0
         while rank < ranks:

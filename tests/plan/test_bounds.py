@@ -25,7 +25,7 @@ from plan.test_lockstep_plans import arguments
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.bounds import step_bounds
-from sparsebalance_megatron.plan.context_groups import first_places, is_power_of_two
+from sparsebalance_megatron.plan.groups import Groups, is_power_of_two
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.step_costs import step_costs
 
@@ -58,7 +58,7 @@ def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size, is_sha
     generator = np.random.default_rng(seed)
     for attempt in range(6):
         cp_sizes_RM = random_cp_sizes(*shape[:2], most_ranks, seed + attempt)
-        places = np.unique(first_places(cp_sizes_RM))
+        places = np.unique(Groups(cp_sizes_RM).first_J)
         others = generator.choice(places, len(lengths) - len(places))
         micro_batch_of_S = generator.permutation(np.r_[places, others])
         where = placed(micro_batch_of_S, job, cp_sizes_RM)

@@ -20,6 +20,7 @@ from plan.plan_cases import (
     plan_settings,
     planned,
     planned_no_slower,
+    problem_of,
     random_lengths,
     step_inputs,
 )
@@ -29,7 +30,6 @@ from sparsebalance_megatron.cost.dense_length import crossing_tokens
 from sparsebalance_megatron.cost.model import CostModel, Efficiency
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
-from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 PIPELINES = st.sampled_from([(2, 4, 2, 1), (1, 4, 2, 2), (3, 2, 1, 1)])
 TUNINGS = st.sampled_from(["off", "anchor", DEFAULT_TUNING])
@@ -153,7 +153,7 @@ def test_no_raised_layer_takes_longer_than_dense_attention(lockstep_ranks):
         tokens = crossing_tokens(cost, base, 2**15)
         choices = {"base_budget": base, "dense_up_to": tokens, "tuning": "raise"}
         given = inputs(seed, cost, lockstep_ranks=lockstep_ranks, **choices)
-        problem = StepProblem.of(PlanInputs(**given))
+        problem = problem_of(given)
         costs, plan = problem.costs, planned_no_slower(given, {"tuning": "off"})
         pair_2L1 = costs.pair_2C[:, costs.chunk_of_layer_L, None]
         blocks_LS = np.broadcast_to(np.maximum(costs.blocks_S, base), plan.budgets_LS.shape)

@@ -17,6 +17,7 @@ from plan.plan_cases import (
     makespans_of_cuts,
     planned,
     planned_no_slower,
+    problem_of,
     random_lengths,
     step_inputs,
     tokens_in_flight,
@@ -26,7 +27,6 @@ from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
-from sparsebalance_megatron.plan.context_groups import unshared
 from sparsebalance_megatron.plan.pipeline.graph import graph_of
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
@@ -35,7 +35,6 @@ from sparsebalance_megatron.plan.search.segments import SegmentSearch
 from sparsebalance_megatron.plan.segments import Places, row_cuts
 from sparsebalance_megatron.plan.step_costs import step_costs
 from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
-from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 STAGES = 3
 FREE = SegmentCost(slowness=1.0, operation_ms=(0.0, 0.0))
@@ -46,7 +45,7 @@ def test_makespans_of_candidates_are_those_of_each_alone(segments_M, stages, see
     ms_2UP = np.random.default_rng(seed).uniform(0.1, 3.0, (2, 3 + sum(segments_M), stages))
     graph = graph_of(SegmentedSchedule(tuple(segments_M)), stages, 1, len(segments_M))
     ms_OR = ms_2UP[:, 3:].swapaxes(1, 2).reshape(-1, 1)
-    alone = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=unshared(1, len(segments_M)))
+    alone = OperationTimes(graph=graph, ms_OR=ms_OR, cp_sizes_RM=np.ones((1, len(segments_M)), int))
     both = OperationTimes.of_segments([[1, 2], segments_M], ms_2UP)
     assert makespans_ms(both)[1] == pytest.approx(makespans_ms(alone)[0], rel=1e-12)
 
@@ -181,7 +180,7 @@ def test_no_step_holds_more_tokens_than_1f1b():
 def test_the_bound_holds_for_every_placement_and_cut():
     """All placements of four samples, every micro-batch in 1 to 3 segments."""
     given_ = inputs([5000, 900, 300, 64], micro_batches=2, tuning="off", segment_tokens=64)
-    problem = StepProblem.of(PlanInputs(**given_))
+    problem = problem_of(given_)
     base_LS = problem.allowed.base_LS
     places = Places(problem.costs, base_LS, 3)
     cut_of = {
@@ -208,7 +207,7 @@ MOST_TOKENS = 200_000
 
 
 def searched(most_tokens: int = MOST_TOKENS, **changes):
-    problem = StepProblem.of(PlanInputs(**inputs(LENGTHS, tuning="off", **changes)))
+    problem = problem_of(inputs(LENGTHS, tuning="off", **changes))
     where, ms = SegmentSearch(problem, Arrangement.of_placement(LOPSIDED), most_tokens).best()
     return problem, where, ms
 

@@ -15,6 +15,7 @@ from plan.plan_cases import (
     makespans_of_cuts,
     planned,
     planned_no_slower,
+    problem_of,
     random_lengths,
     step_inputs,
     tokens_in_flight,
@@ -25,7 +26,6 @@ from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
 from sparsebalance_megatron.plan.segments import PlacedSegments, row_cuts
-from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 STAGES = 3
 BLOCK = 64
@@ -93,7 +93,7 @@ def random_rows(seed, segments):
     """A problem with a sample at every place, budgets, and equally drawn cuts in each row."""
     generator = np.random.default_rng(seed)
     lengths = generator.integers(segments * BLOCK, 5000, 12).tolist()
-    problem = StepProblem.of(PlanInputs(**inputs(lengths, seed=seed, free=True)))
+    problem = problem_of(inputs(lengths, seed=seed, free=True))
     budgets_LS = generator.integers(1, 40, (problem.job.layers, 12))
     where = Arrangement.of_placement(
         tuple(tuple((rank * 3 + position,) for position in range(3)) for rank in range(4))
@@ -151,7 +151,7 @@ def test_the_bound_holds_for_every_placement_and_cut_of_a_group():
     given_ = inputs(
         lengths, ranks=2, members=2, micro_batches=2, tuning="off", segment_tokens=64, free=True
     )
-    problem = StepProblem.of(PlanInputs(**given_))
+    problem = problem_of(given_)
     base_LS, blocks_S = problem.allowed.base_LS, problem.costs.blocks_S
     least = np.inf
     for order in itertools.permutations(range(4)):

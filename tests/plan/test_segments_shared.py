@@ -14,6 +14,7 @@ from plan.plan_cases import (
     job_shape,
     planned,
     planned_no_slower,
+    problem_of,
     random_cp_sizes,
     random_lengths,
     step_inputs,
@@ -24,13 +25,12 @@ from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.parts import Direction, SegmentCost
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms
-from sparsebalance_megatron.plan.context_groups import first_places, most_segments
+from sparsebalance_megatron.plan.groups import Groups
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms as simulated_ms
 from sparsebalance_megatron.plan.segments import PlacedSegments, Places, row_cuts
 from sparsebalance_megatron.plan.step_costs import step_costs
-from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 
 STAGES = 3
 FREE = SegmentCost(slowness=1.0, operation_ms=(0.0, 0.0))
@@ -43,7 +43,7 @@ def steps_of_both(draw):
     seed = draw(st.integers(0, 999))
     cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
     drawn_J = np.random.default_rng(seed).integers(1, 5, ranks * positions)
-    segments_RM = drawn_J[first_places(cp_sizes_RM)].reshape(ranks, positions)
+    segments_RM = drawn_J[Groups(cp_sizes_RM).first_J].reshape(ranks, positions)
     return cp_sizes_RM, segments_RM, draw(st.integers(2, 4))
 
 
@@ -52,7 +52,7 @@ def event_by_event_ms(cp_sizes_RM, segments_RM, ms_2UP):
     a micro-batch begin when all of its ranks have come to them."""
     ranks, positions = segments_RM.shape
     stages = ms_2UP.shape[2]
-    most_RM = most_segments(cp_sizes_RM, segments_RM)
+    most_RM = Groups(cp_sizes_RM).most_RM(segments_RM)
     pending = {
         (rank, stage): list(of_stage)
         for rank in range(ranks)
@@ -140,7 +140,7 @@ def drawn_step(problem, seed, most):
     job, generator = problem.job, np.random.default_rng(seed)
     ranks, positions = job.data_parallel_size, job.micro_batches
     cp_sizes_RM = random_cp_sizes(ranks, positions, ranks, seed)
-    holder_J = first_places(cp_sizes_RM)
+    holder_J = Groups(cp_sizes_RM).first_J
     held = sorted(set(holder_J.tolist()))
     place_S = generator.choice(held, len(problem.lengths_tokens))
     place_S[generator.permutation(len(place_S))[: len(held)]] = held
@@ -161,9 +161,7 @@ def drawn_step(problem, seed, most):
 @settings(max_examples=30)
 @given(st.integers(0, 999), st.sampled_from([2, 4]), st.booleans())
 def test_shared_micro_batches_in_one_segment_take_what_they_take_in_one_piece(seed, ranks, slow):
-    problem = StepProblem.of(
-        PlanInputs(**inputs(random_lengths(4 * ranks, seed), ranks=ranks, slow=slow))
-    )
+    problem = problem_of(inputs(random_lengths(4 * ranks, seed), ranks=ranks, slow=slow))
     where = drawn_step(problem, seed, 1)
     budgets_LS = problem.allowed.base_LS
     times_2RPVM = PlacedSegments(problem.costs, where).own_ms_2RPVM(budgets_LS)
@@ -196,7 +194,7 @@ def test_the_bound_holds_for_steps_of_both():
     for number in range(8):
         lengths = random_lengths(6, number, longest=2**13)
         given_ = inputs(lengths, positions=2, slow=number % 2 == 1, segment_tokens=64)
-        problem = StepProblem.of(PlanInputs(**given_))
+        problem = problem_of(given_)
         floor_LS = problem.allowed.floor_LS
         least_ms = min(
             problem.makespans_ms(floor_LS, drawn_step(problem, seed, 4)).max() for seed in range(60)

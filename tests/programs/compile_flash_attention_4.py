@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import cutlass.utils
 import torch
-from attention.cases import SCALE, lists_within, saved
+from attention.cases import inputs_of, lists_within, saved
 from fake_cuda import CUDA, NoTraffic, fake_cuda
 from flash_attn.cute import interface, tile_scheduler
 
@@ -57,7 +57,7 @@ def documents(
     for each in (lists.query_layout, lists.kv_layout):
         each.bounds_S1  # noqa: B018
     with torch.no_grad(), NoTraffic():
-        out, lse = kernel.forward(q, k, v, lists, softmax_scale=SCALE)
+        out, lse = kernel.forward(inputs_of(q, k, v, lists))
         assert (out.shape, out.dtype) == (q.shape, q.dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:2], torch.float32)
         gradients = kernel.backward(torch.empty_like(out), saved(q, k, v, out, lse, lists))

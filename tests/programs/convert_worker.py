@@ -48,7 +48,7 @@ def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], **budgets: 
     for target in targets.values():
         target.data.fill_(float("nan"))
     with WeightFiles(hf_dir) as files:
-        read_weights(files, targets, model, iter)
+        read_weights(files, targets, model)
     torch.save(_packed_logits(built, tokens), output)
 
 

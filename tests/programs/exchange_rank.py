@@ -174,7 +174,7 @@ def segments_report(exchange: SequenceExchange, name: str) -> dict[str, Any]:
     """A layer that runs in segments, each shared by all members."""
     ranks = SequenceGroup(member=RANK, members=MEMBERS, exchange=exchange)
     segment_starts_blocks = list(range(0, segmented.BLOCKS - MEMBERS + 1, MEMBERS + 1))
-    case, selector = segmented.case_of(), segmented.CAUSAL[name]
+    case, selector = segmented.case_of(), segmented.EVERY_SELECTOR[name]
     whole, curves_SK = segmented.whole_of(case, selector, torch.float64)
     run = segmented.Segmented(
         case, selector, segment_starts_blocks, ranks=ranks, recompute=name == "vertical-slash"
@@ -228,7 +228,7 @@ if __name__ == "__main__":
     exchange = AllGatherExchange(dist.new_group())
     report = {
         "cases": {name: report_of(name, exchange) for name in CASES},
-        "segments": {name: segments_report(exchange, name) for name in segmented.CAUSAL},
+        "segments": {name: segments_report(exchange, name) for name in segmented.EVERY_SELECTOR},
         "summaries": summaries_report(),
     }
     (directory / f"rank{RANK}.json").write_text(json.dumps(report))

@@ -21,7 +21,7 @@ from sparsebalance_megatron.learn.measurement import (
     StepMeasurement,
     StepTimes,
 )
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import budget_grid
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
@@ -37,20 +37,17 @@ JOB = Job(
 def seen(rank: int, layer: int) -> LocalMicroBatch:
     """Two samples of 1 and 4 blocks, then padding that must not count."""
     coverage = 0.5 + 0.1 * rank + 0.01 * layer
-    grid_SK = torch.tensor([[1.0] * len(GRID), [coverage] * len(GRID), [math.nan] * len(GRID)])
-    observation = CoverageObservation(
-        grid_SK=grid_SK,
-        executed_S=torch.tensor([1.0, coverage, math.nan]),
-        base_S=torch.tensor([1.0, coverage + 0.05, math.nan]),
-    )
+    # At the budgets of the grid, base budgets and executed ones.
+    row_K = [coverage] * len(GRID) + [coverage + 0.05, coverage]
+    seen_SK = torch.tensor([[1.0] * len(row_K), row_K, [math.nan] * len(row_K)])
     return observed_micro_batch(
-        (0, 5, 69, 72), {layer: observation}, position=layer, padding_documents=1
+        (0, 5, 69, 72), {layer: seen_SK}, position=layer, padding_documents=1
     )
 
 
 def observed_micro_batch(
     cu_seqlens: Sequence[int],
-    observations: dict[int, CoverageObservation],
+    observations: dict[int, torch.Tensor],
     *,
     position: int = 0,
     padding_documents: int = 0,

@@ -33,7 +33,6 @@ from harness import (
 )
 
 from sparsebalance_megatron.cli import main
-from sparsebalance_megatron.data.conversations import render_plain
 
 pytestmark = pytest.mark.distributed
 
@@ -385,7 +384,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path = directory / "conversations.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    texts = (render_plain(record["messages"], False) for record in records)
+    texts = (f"user: {asked}\nassistant: {said}\n" for asked, said in turns)
     tokenizer = train_tokenizer(texts, 300, directory / "tokenizer")
     prepare = ("prepare-data", "--input", str(path), "--tokenizer", tokenizer)
     assert main([*prepare, "--output-prefix", str(directory / "conversations")]) == 0

@@ -44,13 +44,13 @@ def test_planned_segments_train(ranks: int, experts: tuple[str, ...], tmp_path: 
         assert (step.segments_RM == step.segments_RM[0]).all()
         if experts:
             # The times of segments are the group's, those of micro-batches each rank's own.
-            assert (step.times_2RPVM("measured") > 0.0).all()
+            assert (step.measured.own_2RPVM > 0.0).all()
             continue
         (ms_2PU,) = step.predicted.segment_ms
         first_U = np.cumsum([0, *step.segments_RM[0, :-1]])
         np.testing.assert_allclose(
             np.add.reduceat(ms_2PU, first_U, axis=2),
-            step.times_2RPVM("predicted")[:, 0, :, 0],
+            step.predicted.times_2RPVM[:, 0, :, 0],
             atol=FEW_LOGGED_DIGITS_MS,
         )
 

@@ -16,7 +16,7 @@ from programs.reducing_rank import BUCKETS, GRID, RANKS, observed_micro_batch, s
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
 from sparsebalance_megatron.learn.measurement import Piece, RankPlace, StepMeasurement, StepTimes
-from sparsebalance_megatron.megatron.packed_seq_params import CoverageObservation, LocalMicroBatch
+from sparsebalance_megatron.megatron.packed_seq_params import LocalMicroBatch
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.run.step_reducer import ObservedCoverage, StepReducer
@@ -68,16 +68,11 @@ def test_a_differing_plan_is_counted_on_every_rank(directory: Path) -> None:
 
 
 def test_only_the_first_of_the_ranks_that_share_a_row_speaks_of_it() -> None:
-    observation = CoverageObservation(
-        grid_SK=torch.ones(1, 2),
-        executed_S=torch.ones(1),
-        base_S=torch.ones(1),
-    )
     found = [
         ObservedCoverage.gather(
             [
                 LocalMicroBatch(
-                    observations={0: observation},
+                    observations={0: torch.ones(1, 4)},
                     layout=packed_layout((0, 40), 16, "cpu"),
                     budgets_LS=torch.ones(1, 1, dtype=torch.int32),
                     max_budgets=(1,),
@@ -107,12 +102,8 @@ def reduced(coverage_SK: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: None)
     observed_SK = torch.tensor(coverage_SK)
     samples = len(coverage_SK)
-    observation = CoverageObservation(
-        grid_SK=observed_SK,
-        executed_S=observed_SK[:, 1],
-        base_S=observed_SK[:, 2],
-    )
-    context = observed_micro_batch(range(0, 64 * samples + 1, 64), {0: observation})
+    seen_SK = torch.cat((observed_SK, observed_SK[:, [2, 1]]), dim=1)
+    context = observed_micro_batch(range(0, 64 * samples + 1, 64), {0: seen_SK})
     measured, executed_O = learnt_from(context)
     np.testing.assert_array_equal(executed_O, observed_SK[:, 1])
     return measured
@@ -168,17 +159,8 @@ def test_documents_that_were_not_routed_have_no_curve_and_count_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda flat: None)
-    routed, whole = (
-        CoverageObservation(
-            grid_SK=torch.tensor([curve]),
-            executed_S=torch.tensor([executed]),
-            base_S=torch.tensor([base]),
-        )
-        for curve, executed, base in (
-            *(([0.25, 0.5, 0.75, 1.0], 0.5, 0.25), ([torch.nan] * 4, 1.0, torch.nan)),
-        )
-    )
-    context = observed_micro_batch([0, 64, 128], {0: whole.followed_by(routed)})
+    seen_SK = torch.tensor([[*[torch.nan] * 5, 1.0], [0.25, 0.5, 0.75, 1.0, 0.25, 0.5]])
+    context = observed_micro_batch([0, 64, 128], {0: seen_SK})
     coverage = learnt_from(context)[0].coverage
     assert coverage.counts_LU.sum() == 1
     np.testing.assert_allclose(coverage.sums_LUK.sum((0, 1)), [0.25, 0.5, 0.75, 1.0])

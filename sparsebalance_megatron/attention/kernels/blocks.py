@@ -15,14 +15,19 @@ keys units of all heads), I rows of a tile (B * H / G), W columns of a tile (lis
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsebalance_megatron.attention.kernels.contract import Saved, merge_partials, wide_dtype
+from sparsebalance_megatron.attention.kernels.contract import (
+    Inputs,
+    Saved,
+    merge_partials,
+    wide_dtype,
+)
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,
@@ -51,35 +56,26 @@ class AssembledKernel:
 
     Computes in float32, or float64 for float64 inputs. Deterministic on the CPU; on CUDA where
     ``torch.use_deterministic_algorithms`` makes ``index_add_`` so. ``past_blocks`` gives the parts
-    that read past blocks, from q_THD, k_TGD, v_TGF, a selection and the softmax scale.
+    that read past blocks.
     """
 
-    past_blocks: Callable[[Tensor, Tensor, Tensor, Selection, float], Sequence[Part]]
+    past_blocks: Callable[[Inputs], Sequence[Part]]
     by_token: bool
 
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGF: Tensor,
-        selection: Selection,
-        *,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
-        out, lse = own_blocks(q, k, v, selection, softmax_scale).attend()
-        for part in self.past_blocks(q, k, v, selection, softmax_scale):
+    def forward(self, given: Inputs) -> tuple[Tensor, Tensor]:
+        wide = _widened(given)
+        out, lse = own_blocks(wide).attend()
+        for part in self.past_blocks(wide):
             out, lse = part.forward(out, lse)
-        return out.to(q_THD.dtype), lse
+        return out.to(given.q_THD.dtype), lse
 
     def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, selection = wide_dtype(dout_THF.dtype), saved.selection
-        inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
-        dout, q, k, v, out = (x.to(dtype) for x in inputs)
+        wide = _widened(saved)
+        dout, out = (x.to(wide.q_THD.dtype) for x in (dout_THF, saved.out_THF))
         # A query that reads nothing has LSE -inf: with +inf its probabilities are 0.
         lse = saved.lse_TH.masked_fill(saved.lse_TH == -torch.inf, torch.inf)
-        gradients = own_blocks(q, k, v, selection, saved.softmax_scale).gradients(dout, out, lse)
-        for part in self.past_blocks(q, k, v, selection, saved.softmax_scale):
+        gradients = own_blocks(wide).gradients(dout, out, lse)
+        for part in self.past_blocks(wide):
             part.backward(dout, out, lse, gradients)
         dq, dk, dv = (x.to(saved.q_THD.dtype) for x in gradients)
         return dq, dk, dv
@@ -92,19 +88,20 @@ class AssembledKernel:
         return None
 
 
-def _past_blocks(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, softmax_scale: float
-) -> "list[GatheredLists]":
+def _widened(given: Inputs) -> Inputs:
+    q_THD, k_TGD, v_TGF = (x.to(wide_dtype(x.dtype)) for x in given.qkv)
+    return replace(given, q_THD=q_THD, k_TGD=k_TGD, v_TGF=v_TGF)
+
+
+def _past_blocks(given: Inputs) -> "list[GatheredLists]":
     """Past blocks, and columns where there are any."""
-    columns, (_, lists_NGK, counts_NG) = selection.columns, without_own_blocks(selection)
-
-    def part(lists_NGK: Tensor, counts_NG: Tensor, units: PackedLayout | None) -> GatheredLists:
-        lists = lists_NGK, counts_NG, selection.query_layout, units
-        return GatheredLists(q_THD, k_TGD, v_TGF, *lists, softmax_scale)
-
-    parts = [part(lists_NGK, counts_NG, selection.kv_layout)]
+    columns, (_, lists_NGK, counts_NG) = (
+        given.selection.columns,
+        without_own_blocks(given.selection),
+    )
+    parts = [GatheredLists(given, lists_NGK, counts_NG, given.selection.kv_layout)]
     if columns is not None and columns.tokens_NGK.shape[2]:
-        parts.append(part(columns.tokens_NGK, columns.counts_NG, None))
+        parts.append(GatheredLists(given, columns.tokens_NGK, columns.counts_NG, None))
     return parts
 
 
@@ -121,20 +118,17 @@ class GatheredLists:
 
     def __init__(
         self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGF: Tensor,
+        given: Inputs,
         lists_NGK: Tensor,
         counts_NG: Tensor,
-        query_layout: PackedLayout,
         units: PackedLayout | None,
-        softmax_scale: float,
         *,
         own_block: bool = False,
         absent_TH: Tensor | None = None,
     ) -> None:
-        self._query_layout, self._units = query_layout, units
-        self._softmax_scale, self._absent_TH = softmax_scale, absent_TH
+        q_THD, k_TGD, v_TGF = given.qkv
+        self._query_layout, self._units = given.selection.query_layout, units
+        self._softmax_scale, self._absent_TH = given.softmax_scale, absent_TH
         self._count = units.blocks if units else k_TGD.shape[0]
         self._unit_tokens = units.block_tokens if units else 1
         self._kv_heads = k_TGD.shape[1]
@@ -145,7 +139,7 @@ class GatheredLists:
         self._counts_A = counts_NG.transpose(0, 1).flatten(0, 1)
         self._later_keys_1IW: Tensor | None = None
         if own_block:
-            shape = query_layout.block_tokens, self._unit_tokens
+            shape = self._query_layout.block_tokens, self._unit_tokens
             later_BE = q_THD.new_full(shape, -torch.inf).triu_(1)
             self._later_keys_1IW = later_BE.repeat_interleave(self._group, 0)[None]
 
@@ -242,24 +236,19 @@ class GatheredLists:
                 yield some_A, lists_AK[some_A, :length]
 
 
-def own_blocks(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, softmax_scale: float
-) -> GatheredLists:
+def own_blocks(given: Inputs) -> GatheredLists:
     """The part of a selection that reads own blocks."""
-    layout, kv_heads = selection.query_layout, k_TGD.shape[1]
+    selection, kv_heads = given.selection, given.k_TGD.shape[1]
     listed_NG, absent_TH = own_listed_QC(selection), None
     if selection.by_token:
-        query_heads = q_THD.shape[1]
-        listed_TH = listed_NG.repeat_interleave(query_heads // listed_NG.shape[1], 1)
+        listed_TH = listed_NG.repeat_interleave(given.q_THD.shape[1] // listed_NG.shape[1], 1)
         if not bool(listed_TH.all()):
             absent_TH = ~listed_TH
-        listed_NG = layout.to_blocks(listed_TH).any(1).unflatten(1, (kv_heads, -1)).any(2)
+        listed_NBH = selection.query_layout.to_blocks(listed_TH)
+        listed_NG = listed_NBH.any(1).unflatten(1, (kv_heads, -1)).any(2)
     lists_NGK = selection.own_block_N[:, None, None].expand(-1, kv_heads, 1)
-    return GatheredLists(
-        *(q_THD, k_TGD, v_TGF, lists_NGK, listed_NG, layout, selection.kv_layout, softmax_scale),
-        own_block=True,
-        absent_TH=absent_TH,
-    )
+    lists = lists_NGK, listed_NG, selection.kv_layout
+    return GatheredLists(given, *lists, own_block=True, absent_TH=absent_TH)
 
 
 def own_listed_QC(selection: Selection) -> Tensor:

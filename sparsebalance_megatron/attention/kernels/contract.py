@@ -18,43 +18,45 @@ _NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Saved:
+class Inputs:
+    """Queries, keys and values that fit a selection, and the factor on q . k."""
+
+    q_THD: Tensor
+    k_TGD: Tensor
+    v_TGF: Tensor
+    selection: Selection
+    softmax_scale: float
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_THD, self.k_TGD, self.v_TGF
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Saved(Inputs):
     """Inputs and results of a forward pass, kept for the backward pass.
 
     ``out_THF`` and ``lse_TH`` may be those of several parts, merged by :func:`merge_partials`. The
     gradients of the parts then add up to those of attention over the union of their lists.
     """
 
-    q_THD: Tensor
-    k_TGD: Tensor
-    v_TGF: Tensor
     out_THF: Tensor
     lse_TH: Tensor
-    selection: Selection
-    softmax_scale: float
 
 
 class Kernel(Protocol):
-    """A module ``attention/kernels/<name>``.
+    """Both passes of attention. Autograd sees neither."""
 
-    Its functions are called with tensors that fit the selection, and only where ``obstacle`` finds
-    nothing. Autograd sees none of them.
-    """
-
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGF: Tensor,
-        selection: Selection,
-        *,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, given: Inputs) -> tuple[Tensor, Tensor]:
         """Attend over the lists: out_THF and lse_TH, as :func:`..api.block_sparse_attention` says,
         without a sink."""
 
     def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v in their dtypes."""
+
+
+class Implementation(Kernel, Protocol):
+    """A module ``attention/kernels/<name>``, which runs only where ``obstacle`` finds nothing."""
 
     def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
         """Say why the implementation does not serve, and the remedy; None where it serves."""
@@ -80,10 +82,15 @@ class Attention(torch.autograd.Function):
         softmax_scale: float,
         kernel: Kernel,
     ) -> tuple[Tensor, Tensor]:
+        given = Inputs(
+            q_THD=q_THD,
+            k_TGD=k_TGD,
+            v_TGF=v_TGF,
+            selection=selection,
+            softmax_scale=softmax_scale,
+        )
         with undisturbed(q_THD.device):
-            out_THF, lse_TH = kernel.forward(
-                q_THD, k_TGD, v_TGF, selection, softmax_scale=softmax_scale
-            )
+            out_THF, lse_TH = kernel.forward(given)
             if sink_H is not None:
                 out_THF, lse_TH = _with_sink(out_THF, lse_TH, sink_H)
         # Lists are saved as tensors, so that recomputation and offloading can let go of them.

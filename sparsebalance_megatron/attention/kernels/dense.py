@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsebalance_megatron.attention.device import aligned
-from sparsebalance_megatron.attention.kernels.contract import Saved, wide_dtype
+from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved, wide_dtype
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,
@@ -48,33 +48,32 @@ _ARGUMENTS = {
 _REMEDY = "attend over lists of blocks"
 
 
-def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(given: Inputs) -> tuple[Tensor, Tensor]:
     """Attend within documents; see :class:`.contract.Kernel`."""
-    if takes_flash(q_THD.device):
-        q, k, v = (x.to(wide_dtype(x.dtype)) for x in (q_THD, k_TGD, v_TGF))
+    selection, softmax_scale = given.selection, given.softmax_scale
+    if takes_flash(given.q_THD.device):
+        q, k, v = (x.to(wide_dtype(x.dtype)) for x in given.qkv)
         out, lse = q.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(q.shape[:2])
         causal, heads = _is_causal(selection), q.shape[1]
         for tokens, keys in _documents(selection):
             tiles = *_as_tiles(heads, tokens, q), *_as_tiles(heads, keys, k, v)
             found = attend(*tiles, softmax_scale=softmax_scale, causal=causal)
             out[tokens], lse[tokens] = (each.transpose(0, 1) for each in found)
-        return out.to(q_THD.dtype), lse
-    q_THW, k_TGW, v_TGW = _fitting(q_THD, k_TGD, v_TGF)
+        return out.to(given.q_THD.dtype), lse
+    q_THW, k_TGW, v_TGW = _fitting(*given.qkv)
     out_THW, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
         query=q_THW,
         key=k_TGW,
         value=v_TGW,
         return_debug_mask=False,
-        **_of_documents(selection, softmax_scale),
+        **_of_documents(given),
     )
-    return out_THW[..., : v_TGF.shape[2]], lse_HT.T
+    return out_THW[..., : given.v_TGF.shape[2]], lse_HT.T
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     selection, scale = saved.selection, saved.softmax_scale
-    inputs = dout_THF, saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF
+    inputs = dout_THF, *saved.qkv, saved.out_THF
     if takes_flash(dout_THF.device):
         dout, q, k, v, out = (x.to(wide_dtype(x.dtype)) for x in inputs)
         gradients = [torch.empty_like(x) for x in (q, k, v)]
@@ -102,7 +101,7 @@ def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
         # Read where there is dropout.
         rng_state=q_THW.new_empty(2, dtype=torch.uint64),
         unused=q_THW.new_empty(0),
-        **_of_documents(selection, scale),
+        **_of_documents(saved),
     )
     dq, dk, dv = (dx[..., : x.shape[2]] for dx, x in zip(gradients, inputs[1:4], strict=True))
     return dq, dk, dv
@@ -162,17 +161,17 @@ def _as_tiles(heads: int, tokens: slice, *xs_T: Tensor) -> list[Tensor]:
     ]
 
 
-def _of_documents(selection: Selection, softmax_scale: float) -> dict[str, Any]:
+def _of_documents(given: Inputs) -> dict[str, Any]:
     """What both operations on CUDA take by name besides tensors of tokens."""
-    queries, keys = selection.query_layout, selection.kv_layout
+    queries, keys = given.selection.query_layout, given.selection.kv_layout
     return {
         "cum_seq_q": queries.bounds_S1,
         "cum_seq_k": keys.bounds_S1,
         "max_q": int(queries.grid.tokens_S.max()),
         "max_k": int(keys.grid.tokens_S.max()),
         "dropout_p": 0.0,
-        "is_causal": _is_causal(selection),
-        "scale": softmax_scale,
+        "is_causal": _is_causal(given.selection),
+        "scale": given.softmax_scale,
     }
 
 

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from sparsebalance_megatron.attention.device import aligned
-from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.flash_attention import head_obstacle, not_installed
 
 _COMMON = {"softmax_scale", "causal", "cu_seqlens_q", "cu_seqlens_k"}
@@ -30,25 +29,20 @@ _ARGUMENTS = {
 """What is given by name."""
 
 
-def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(given: Inputs) -> tuple[Tensor, Tensor]:
     """Attend within documents; see :class:`.contract.Kernel`."""
     out_THF, lse_HT, *_ = interface()._flash_attn_fwd(
-        *map(aligned, (q_THD, k_TGD, v_TGF)),
-        return_lse=True,
-        **_of_documents(selection, softmax_scale),
+        *map(aligned, given.qkv), return_lse=True, **_of_documents(given)
     )
     return out_THF, lse_HT.T
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF, dout_THF
     dq_THD, dk_TGD, dv_TGF = interface()._flash_attn_bwd(
-        *map(aligned, inputs),
+        *map(aligned, (*saved.qkv, saved.out_THF, dout_THF)),
         saved.lse_TH.T.contiguous(),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_of_documents(saved.selection, saved.softmax_scale),
+        **_of_documents(saved),
     )
     return dq_THD, dk_TGD, dv_TGF
 
@@ -90,14 +84,14 @@ def interface() -> Any:
     return interface
 
 
-def _of_documents(selection: Selection, softmax_scale: float) -> dict[str, Any]:
+def _of_documents(given: Inputs) -> dict[str, Any]:
     """What both functions take by name besides tensors of tokens."""
-    queries, keys = selection.query_layout, selection.kv_layout
+    queries, keys = given.selection.query_layout, given.selection.kv_layout
     return {
         "cu_seqlens_q": queries.bounds_S1,
         "cu_seqlens_k": keys.bounds_S1,
         "max_seqlen_q": int(queries.grid.tokens_S.max()),
         "max_seqlen_k": int(keys.grid.tokens_S.max()),
         "causal": keys is queries,
-        "softmax_scale": softmax_scale,
+        "softmax_scale": given.softmax_scale,
     }

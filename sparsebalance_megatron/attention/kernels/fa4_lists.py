@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from sparsebalance_megatron.attention.device import aligned
 from sparsebalance_megatron.attention.kernels import fa4
 from sparsebalance_megatron.attention.kernels.blocks import without_own_blocks
-from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved
 from sparsebalance_megatron.attention.layout import PackedLayout
 from sparsebalance_megatron.attention.selection import Selection
 
@@ -61,23 +61,22 @@ def transposed(lists: Sequence[Tensor], tiles: int) -> list[Tensor]:
     return [x.int() for x in of_keys]
 
 
-def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(given: Inputs) -> tuple[Tensor, Tensor]:
     """Attend over the lists; see :class:`.contract.Kernel`."""
-    queries, keys, heads = selection.query_layout, selection.kv_layout, k_TGD.shape[1]
+    queries, keys = given.selection.query_layout, given.selection.kv_layout
+    layouts, heads = (queries, keys, keys), given.k_TGD.shape[1]
     out_GZHF, lse_GHZ, *_ = fa4.interface()._flash_attn_fwd(
-        *(_placed(x, at, heads) for x, at in ((q_THD, queries), (k_TGD, keys), (v_TGF, keys))),
-        softmax_scale=softmax_scale,
+        *(_placed(x, at, heads) for x, at in zip(given.qkv, layouts, strict=True)),
+        softmax_scale=given.softmax_scale,
         return_lse=True,
-        **_lists(selection, by_key=False),
+        **_lists(given.selection, by_key=False),
     )
     return _packed(out_GZHF, queries), _packed(lse_GHZ.transpose(1, 2), queries)
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys = saved.selection.query_layout, saved.selection.kv_layout
-    inputs = saved.q_THD, saved.k_TGD, saved.v_TGF, saved.out_THF, dout_THF
+    inputs = *saved.qkv, saved.out_THF, dout_THF
     layouts, heads = (queries, keys, keys, queries, queries), saved.k_TGD.shape[1]
     gradients = fa4.interface()._flash_attn_bwd(
         *(_placed(x, at, heads) for x, at in zip(inputs, layouts, strict=True)),

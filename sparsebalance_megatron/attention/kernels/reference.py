@@ -13,18 +13,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels.contract import Saved, wide_dtype
+from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved, wide_dtype
 from sparsebalance_megatron.attention.selection import Selection
 
 
-def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
-    dtype = wide_dtype(q_THD.dtype)
-    out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
-    lse_TH = torch.empty(q_THD.shape[:2], dtype=dtype, device=q_THD.device)
-    for part in _parts(q_THD, k_TGD, v_TGF, selection):
-        s_QE = (part.q_QD @ part.k_ED.t() * softmax_scale).masked_fill(~part.mask_QE, -torch.inf)
+def forward(given: Inputs) -> tuple[Tensor, Tensor]:
+    q_THD = given.q_THD
+    out_THF = q_THD.new_empty(*q_THD.shape[:2], given.v_TGF.shape[2])
+    lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
+    for part in _parts(given):
+        s_QE = part.q_QD @ part.k_ED.t() * given.softmax_scale
+        s_QE = s_QE.masked_fill(~part.mask_QE, -torch.inf)
         lse_Q = s_QE.logsumexp(-1)
         p_QE = _probabilities(s_QE, lse_Q, part.mask_QE)
         out_THF[part.rows] = (p_QE @ part.v_EF).to(q_THD.dtype)
@@ -33,11 +32,11 @@ def forward(
 
 
 def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-    q_THD, k_TGD, v_TGF, softmax_scale = saved.q_THD, saved.k_TGD, saved.v_TGF, saved.softmax_scale
+    (q_THD, k_TGD, v_TGF), softmax_scale = saved.qkv, saved.softmax_scale
     dtype = wide_dtype(q_THD.dtype)
     dq_THD = torch.empty_like(q_THD)
     dk_TGD, dv_TGF = torch.zeros_like(k_TGD, dtype=dtype), torch.zeros_like(v_TGF, dtype=dtype)
-    for part in _parts(q_THD, k_TGD, v_TGF, saved.selection):
+    for part in _parts(saved):
         rows, unread_E1 = part.rows, ~part.mask_QE.any(0)[:, None]
         dout_QF, out_QF = dout_THF[rows].to(dtype), saved.out_THF[rows].to(dtype)
         s_QE = part.q_QD @ part.k_ED.t() * softmax_scale
@@ -67,7 +66,8 @@ class _Part(NamedTuple):
     mask_QE: Tensor
 
 
-def _parts(q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection) -> Iterator[_Part]:
+def _parts(given: Inputs) -> Iterator[_Part]:
+    (q_THD, k_TGD, v_TGF), selection = given.qkv, given.selection
     dtype = wide_dtype(q_THD.dtype)
     query_layout, kv_layout = selection.query_layout, selection.kv_layout
     query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]

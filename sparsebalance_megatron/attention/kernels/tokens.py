@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, pad
 
 from sparsebalance_megatron.attention.kernels.blocks import AssembledKernel, gathered, own_listed_QC
+from sparsebalance_megatron.attention.kernels.contract import Inputs
 from sparsebalance_megatron.attention.kernels.tile_attention import (
     attend,
     attend_backward,
     tiles_at_once,
 )
-from sparsebalance_megatron.attention.selection import Selection
 
 _PLACES_AT_ONCE = 8
 _TILE_ROWS = (768, 256, 128, 64, 32, 16)
@@ -36,7 +36,7 @@ _LEAST_TILES = 2
 """Tiles that a block's readers should fill on average."""
 
 
-_KERNEL = AssembledKernel(past_blocks=lambda *inputs: [_PastBlocks(*inputs)], by_token=True)
+_KERNEL = AssembledKernel(past_blocks=lambda given: [_PastBlocks(given)], by_token=True)
 forward, backward, obstacle = _KERNEL.forward, _KERNEL.backward, _KERNEL.obstacle
 
 
@@ -58,20 +58,13 @@ class _Tiles:
 class _PastBlocks:
     """The KV heads of a selection, and the past blocks that their lists name."""
 
-    def __init__(
-        self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGF: Tensor,
-        selection: Selection,
-        softmax_scale: float,
-    ) -> None:
-        self._layout = selection.kv_layout
-        self._kv_heads = k_TGD.shape[1]
+    def __init__(self, given: Inputs) -> None:
+        selection = given.selection
+        self._layout, self._softmax_scale = selection.kv_layout, given.softmax_scale
+        self._q_THD, self._k_TGD, self._v_TGF = given.qkv
+        self._kv_heads = given.k_TGD.shape[1]
         self._rows_per_token = selection.counts_QC.shape[1] // self._kv_heads
-        self._heads = q_THD.shape[1] // selection.counts_QC.shape[1]
-        self._q_THD, self._k_TGD, self._v_TGF = q_THD, k_TGD, v_TGF
-        self._softmax_scale = softmax_scale
+        self._heads = given.q_THD.shape[1] // selection.counts_QC.shape[1]
         lists_QCK, blocks = selection.indices_QCK.int(), self._layout.blocks
         place_K = torch.arange(lists_QCK.shape[2], device=lists_QCK.device)
         absent_QCK = place_K >= selection.counts_QC[..., None]

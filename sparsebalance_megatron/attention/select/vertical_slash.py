@@ -18,7 +18,6 @@ first.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -45,8 +44,6 @@ _EXACT_BUDGETS = 32
 lines in between."""
 _PROBE_TOKENS = 16
 """Queries that probe in every block, evenly spaced, its last one among them."""
-_LAST_TOKENS = 64
-"""Queries that probe at the end of a document."""
 _SINK_TOKENS = 30
 """A document's first tokens, which come first among the columns and count for no diagonal; at most
 a quarter of a block."""
@@ -73,22 +70,16 @@ class ProbesAndKeys:
         return ProbesAndKeys(keys_TGD=keys_TGD, probes_NUHD=probes_NUHD)
 
 
-@dataclass(frozen=True, kw_only=True)
 class VerticalSlash(RankingSelector):
     """Blocks on the best diagonals, and the best columns outside of them.
 
     The query heads of a KV head share one choice: each has its own softmax, and their mean decides.
     A budget is spent as :mod:`.ranking` says. Coverage is the share of their softmax mass that
-    probes of every query block find in what that block reads.
-
-    Attributes:
-        needs_whole_documents: probe with the last queries of a document, as the paper does, for all
-            of its blocks: what a token reads then depends on all tokens of its document. Otherwise
-            probe for every block with queries of the block before it.
+    probes of every query block find in what that block reads. What a block reads is chosen by
+    probes of the block before it.
     """
 
-    by_token: ClassVar[bool] = False
-    needs_whole_documents: bool = False
+    by_token = False
 
     @torch.no_grad()
     def summaries(self, q_THD: Tensor, k_TGD: Tensor, layout: PackedLayout) -> ProbesAndKeys:
@@ -111,18 +102,12 @@ class VerticalSlash(RankingSelector):
         sums are float32 or wider, inside ``torch.autocast`` too.
         """
         check_ranked(q_THD, summaries.keys_TGD, layouts.kv_layout.tokens, layouts, max_budget)
-        if self.needs_whole_documents and layouts.query_layout is not layouts.kv_layout:
-            raise ValueError(
-                'rank: "vertical-slash-last-queries" needs the last queries of every document: '
-                'rank the whole sequence, or take "vertical-slash"'
-            )
         with undisturbed(q_THD.device):
-            lists = _RowLists(self, q_THD, summaries, layouts, softmax_scale, max_budget, observe)
+            lists = _RowLists(q_THD, summaries, layouts, softmax_scale, max_budget, observe)
             return lists.ranking()
 
 
 VERTICAL_SLASH = VerticalSlash()
-LAST_QUERIES = VerticalSlash(needs_whole_documents=True)
 
 
 def _probes_of(layout: PackedLayout) -> Tensor:
@@ -138,7 +123,6 @@ class _RowLists:
 
     def __init__(
         self,
-        selector: VerticalSlash,
         q_THD: Tensor,
         summaries: ProbesAndKeys,
         layouts: LayoutPair,
@@ -146,10 +130,10 @@ class _RowLists:
         max_budget: int,
         observe: bool,
     ) -> None:
-        self._selector, self._layouts, self._layout = selector, layouts, layouts.kv_layout
-        self._k_TGD, layout = summaries.keys_TGD, layouts.kv_layout
+        layout = layouts.kv_layout
+        self._layouts, self._layout, self._k_TGD = layouts, layout, summaries.keys_TGD
         heads = self._k_TGD.shape[1]
-        self._q_TGED = q_THD.unflatten(1, (heads, -1))
+        self._query_heads = q_THD.shape[1]
         self._probes_NUGED = summaries.probes_NUHD.unflatten(2, (heads, -1))
         self._softmax_scale, self._observe = softmax_scale, observe
         self._size = layout.block_size
@@ -185,12 +169,10 @@ class _RowLists:
     def _rank_document(self, document: int) -> None:
         first_token, end_token = self._layout.cu_seqlens[document : document + 2]
         k_YGD = self._k_TGD[first_token:end_token]
-        ahead = self._selector.needs_whole_documents
-        last = self._end_of_document(document, k_YGD) if ahead else None
         first_block = self._first_block_S[document]
         for some, row in self._chunks(document):
             k_some = k_YGD[: some.stop * self._size]
-            blocks_JGW, columns_JGY, seen_JGY = self._masses(document, some, k_some, last)
+            blocks_JGW, columns_JGY, seen_JGY = self._masses(document, some, k_some)
             block_order_JGW = _falling_blocks(blocks_JGW, some.start)
             column_order_JGY, listed_JGY = self._falling_columns(columns_JGY, some.start)
             rows = slice(row, row + some.stop - some.start)
@@ -209,7 +191,7 @@ class _RowLists:
     def _chunks(self, document: int) -> Iterator[tuple[slice, int]]:
         """Blocks of a document whose probes score few enough keys; and where their lists begin."""
         blocks = self._layout.blocks_per_document[document]
-        probes = self._offset_U.shape[0] * self._q_TGED.shape[1] * self._q_TGED.shape[2]
+        probes = self._offset_U.shape[0] * self._query_heads
         at_once = max(1, self._elements_at_once // (probes * blocks * self._size))
         for run, row in self._runs_of_document[document]:
             for first in range(run.start, run.stop, at_once):
@@ -217,69 +199,29 @@ class _RowLists:
                 yield some, row + first - run.start
 
     def _masses(
-        self, document: int, some: slice, k_YGD: Tensor, last: tuple[Tensor, Tensor] | None
+        self, document: int, some: slice, k_YGD: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mass by which the blocks and the columns of some query blocks are ranked, and the mass
         that these blocks' own probes see, if it is observed."""
-        before = min(some.start, 1) if last is None else 0
+        before = min(some.start, 1)
         # The last block of some chooses for the next ones, and need not probe for its own sake.
         probing = slice(some.start - before, some.stop if self._observe else some.stop - 1)
-        if last is not None and not self._observe:
-            probing = slice(0, 0)
         first = self._first_block_S[document]
         blocks = slice(first + probing.start, first + probing.stop)
-        position_JU = self._probe_NU[blocks] - self._layout.cu_seqlens[document]
-        probed_JGY, following_JGW = self._seen_by(
-            self._probes_NUGED[blocks], position_JU, k_YGD, self._offset_U
-        )
-        seen_JGY = probed_JGY[before:] if self._observe else None
-        count, width = some.stop - some.start, some.stop
-        if last is not None:
-            diagonals_GK, columns_GY = last
-            number_W = torch.arange(width, device=k_YGD.device)
-            back_JW = number_W[some, None] - number_W
-            blocks_JGW = diagonals_GK[:, back_JW.clamp(min=0)].transpose(0, 1)
-            return blocks_JGW, columns_GY[:, : len(k_YGD)].expand(count, -1, -1), seen_JGY
-        # A document's first block has none before it, and reads itself whatever it asks.
-        new = count - 1 + before
-        pads = (0, 0, 0, 0, 1 - before, 0)
-        return pad(following_JGW[:new], pads), pad(probed_JGY[:new], pads), seen_JGY
-
-    def _seen_by(
-        self, q_JUGED: Tensor, position_JU: Tensor, k_YGD: Tensor, offset_U: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return probed_mass(
-            *(q_JUGED, position_JU, k_YGD),
+        probed_JGY, following_JGW = probed_mass(
+            self._probes_NUGED[blocks],
+            self._probe_NU[blocks] - self._layout.cu_seqlens[document],
+            k_YGD,
             block_size=self._size,
-            offset_U=offset_U,
+            offset_U=self._offset_U,
             sink_tokens=self._sinks,
             softmax_scale=self._softmax_scale,
         )
-
-    def _end_of_document(self, document: int, k_YGD: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last queries see: [G, K] by distance in blocks, and [G, Y] by key."""
-        first_token, end_token = self._layout.cu_seqlens[document : document + 2]
-        tokens, size = end_token - first_token, self._size
-        probes = min(_LAST_TOKENS, tokens)
-        heads, blocks = k_YGD.shape[1], self._layout.blocks_per_document[document]
-        diagonals_GK = torch.zeros(heads, blocks + 1, device=k_YGD.device)
-        columns_GY = torch.zeros(heads, tokens, device=k_YGD.device)
-        for block in range((tokens - probes) // size, blocks):
-            place_U = torch.arange(
-                max(tokens - probes, block * size),
-                min(tokens, (block + 1) * size),
-                device=k_YGD.device,
-            )
-            k_some = k_YGD[: (block + 1) * size]
-            q_1UGED = self._q_TGED[first_token + place_U][None]
-            seen_1GY, following_1GW = self._seen_by(
-                q_1UGED, place_U[None], k_some, place_U - block * size
-            )
-            share = len(place_U) / probes
-            # The block after the probes' looks back by 1, 2, ...
-            diagonals_GK[:, 1 : block + 2] += share * following_1GW[0].flip(-1)
-            columns_GY[:, : len(k_some)] += share * seen_1GY[0]
-        return diagonals_GK, columns_GY
+        # A document's first block has none before it, and reads itself whatever it asks.
+        new = some.stop - some.start - 1 + before
+        pads = (0, 0, 0, 0, 1 - before, 0)
+        seen_JGY = probed_JGY[before:] if self._observe else None
+        return pad(following_JGW[:new], pads), pad(probed_JGY[:new], pads), seen_JGY
 
     def _falling_columns(self, mass_JGY: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """int64 [J, G, Y]: all keys, those that may be columns first and by falling mass; and

@@ -5,7 +5,7 @@ Shape legend: T tokens (of a slice or of the sequence), E keys and values side b
 all members, padded to as many as the longest has.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -79,15 +79,32 @@ class AllGatherExchange:
             if head + 1 < kv_heads:
                 in_flight = self._gather(k_TGD[:, head + 1], v_TGF[:, head + 1], sequence)
             k_head_TGD, v_head_TGF = kv_TE[:, None].split([k_TGD.shape[2], v_TGF.shape[2]], 2)
-            yield Part(
-                k_TGD=k_head_TGD,
-                v_TGF=v_head_TGF,
-                selection=selection.of_head(head, kv_heads),
-                kv_head=head,
-            )
+            yield k_head_TGD, v_head_TGF, selection.of_head(head, kv_heads)
 
-    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> "_ScatteredHeads":
-        return _ScatteredHeads(self._group, dtype, sequence)
+    def gradient(
+        self, parts: Iterable[Tensor], dtype: torch.dtype, sequence: SequenceSlice
+    ) -> Tensor:
+        """Sum members' gradients head by head, one in flight while the next is computed."""
+        longest, heads = max(sequence.tokens_per_member), []
+        in_flight: list[tuple[Tensor, dist.Work, Tensor]] = []
+
+        def receive() -> None:
+            while in_flight:
+                received_TGE, work, _ = in_flight.pop()
+                work.wait()
+                heads.append(received_TGE[: len(sequence.tokens_T)].to(dtype))
+
+        for dkv_TGE in parts:
+            receive()
+            shape = dkv_TGE.shape[1:]
+            sent = dkv_TGE.new_empty(sequence.group.members * longest, *shape)
+            sent.index_copy_(0, sequence.gathered_T, dkv_TGE)
+            received = sent.new_empty(longest, *shape)
+            work = dist.reduce_scatter_tensor(received, sent, group=self._group, async_op=True)
+            assert work is not None, "this rank is outside the process group"
+            in_flight.append((received, work, sent))
+        receive()
+        return torch.cat(heads, 1)
 
     def _gather(
         self, k_TD: Tensor, v_TF: Tensor, sequence: SequenceSlice
@@ -102,37 +119,3 @@ class AllGatherExchange:
         work = dist.all_gather_into_tensor(received_ZE, sent, self._group, async_op=True)
         assert work is not None, "this rank is outside the process group"
         return received_ZE, work, sent
-
-
-class _ScatteredHeads:
-    """Sums members' gradients head by head, one in flight while the next is computed: a
-    ``GradientSum``."""
-
-    def __init__(
-        self, group: dist.ProcessGroup, dtype: torch.dtype, sequence: SequenceSlice
-    ) -> None:
-        self._group, self._dtype, self._sequence = group, dtype, sequence
-        self._heads: list[Tensor] = []
-        self._in_flight: tuple[Tensor, dist.Work, Tensor] | None = None
-
-    def add(self, dkv_TGE: Tensor) -> None:
-        self._receive()
-        longest = max(self._sequence.tokens_per_member)
-        shape = dkv_TGE.shape[1:]
-        sent = dkv_TGE.new_empty(self._sequence.group.members * longest, *shape)
-        sent.index_copy_(0, self._sequence.gathered_T, dkv_TGE)
-        received = sent.new_empty(longest, *shape)
-        work = dist.reduce_scatter_tensor(received, sent, group=self._group, async_op=True)
-        assert work is not None, "this rank is outside the process group"
-        self._in_flight = received, work, sent
-
-    def result(self) -> Tensor:
-        self._receive()
-        return torch.cat(self._heads, 1)
-
-    def _receive(self) -> None:
-        if self._in_flight is not None:
-            received, work, _ = self._in_flight
-            work.wait()
-            self._heads.append(received[: len(self._sequence.tokens_T)].to(self._dtype))
-            self._in_flight = None

@@ -9,7 +9,7 @@ Shape legend: T tokens of a segment or of the sequence so far, on this rank, E b
 documents that have begun, K budgets up to the most blocks of a document so far.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -22,7 +22,6 @@ from sparsebalance_megatron.attention.kernels.contract import wide_dtype
 from sparsebalance_megatron.attention.layout import block_grid
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.slice import (
-    GradientSum,
     Part,
     SequenceExchange,
     SequenceGroup,
@@ -118,21 +117,32 @@ class EarlierSegments:
         own = [x.detach() if x.requires_grad else x.clone() for x in (k_TGD, v_TGF)]
         k_all_TGD, v_all_TGF = _with_earlier(self._keys_and_values, own, sequence)
         if self._exchange is None:
-            yield Part(k_TGD=k_all_TGD, v_TGF=v_all_TGF, selection=selection)
+            yield k_all_TGD, v_all_TGF, selection
         else:
             yield from self._exchange.parts(k_all_TGD, v_all_TGF, selection, sequence.by_rank)
 
-    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> "_SegmentGradient":
-        if len(self._keys_and_values) > sequence.segment + 1:
+    def gradient(
+        self, parts: Iterable[Tensor], dtype: torch.dtype, sequence: SequenceSlice
+    ) -> Tensor:
+        """Sum the gradients of a segment's tokens, later segments' included, pass those of earlier
+        tokens on, and let go of what is kept of the segment."""
+        segment, tokens = sequence.segment, len(sequence.tokens_T)
+        if len(self._keys_and_values) > segment + 1:
             raise ValueError(
-                f"backward of segment {sequence.segment} before that of segment "
+                f"backward of segment {segment} before that of segment "
                 f"{len(self._keys_and_values) - 1}: must run in reverse order"
             )
-        between_ranks = None
-        if self._exchange is not None:
+        if self._exchange is None:
+            (so_far_TGE,) = parts
+        else:
             # Sums go on from segment to segment, and stay wide.
-            between_ranks = self._exchange.gradients(wide_dtype(dtype), sequence.by_rank)
-        return _SegmentGradient(self, between_ranks, sequence)
+            so_far_TGE = self._exchange.gradient(parts, wide_dtype(dtype), sequence.by_rank)
+        if self._sent_TGE is not None:
+            so_far_TGE += self._sent_TGE
+        for kept in (self._keys_and_values, self._summaries, self._masses):
+            del kept[segment:]
+        self._sent_TGE = so_far_TGE[:-tokens] if segment else None
+        return so_far_TGE[-tokens:]
 
     @torch.no_grad()
     def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
@@ -154,18 +164,6 @@ class EarlierSegments:
         self._masses[segment:] = [[mass_SK]]
         return mass_SK
 
-    def hand_over(self, dkv_TGE: Tensor, sequence: SequenceSlice) -> Tensor:
-        """Take a segment's gradients of what this rank holds so far, which are written to, and let
-        go of what is kept of the segment; gives those of its tokens, later segments' included."""
-        if self._sent_TGE is not None:
-            dkv_TGE += self._sent_TGE
-        segment = sequence.segment
-        for kept in (self._keys_and_values, self._summaries, self._masses):
-            del kept[segment:]
-        tokens = len(sequence.tokens_T)
-        self._sent_TGE = dkv_TGE[:-tokens] if segment else None
-        return dkv_TGE[-tokens:]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatchSegments:
@@ -178,25 +176,6 @@ class MicroBatchSegments:
 
     def of_layer(self, layer: int) -> EarlierSegments:
         return self.by_layer.setdefault(layer, EarlierSegments(self.exchange))
-
-
-class _SegmentGradient:
-    """A ``GradientSum`` of what this rank holds so far, which goes on to earlier segments; of one
-    part where no other rank has any."""
-
-    def __init__(
-        self, segments: EarlierSegments, between_ranks: GradientSum | None, sequence: SequenceSlice
-    ) -> None:
-        self._segments, self._between_ranks, self._sequence = segments, between_ranks, sequence
-
-    def add(self, dkv_TGE: Tensor) -> None:
-        self._part_TGE = dkv_TGE
-        if self._between_ranks is not None:
-            self._between_ranks.add(dkv_TGE)
-
-    def result(self) -> Tensor:
-        so_far = self._between_ranks.result() if self._between_ranks else self._part_TGE
-        return self._segments.hand_over(so_far, self._sequence)
 
 
 def _with_earlier(

@@ -4,6 +4,7 @@
 Shape legend: T tokens of a slice (of the packed sequence, where an exchange gives it).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from sparsebalance_megatron.attention.api import check_dense, checked_kernel
 from sparsebalance_megatron.attention.kernels.contract import (
     Attention,
+    Inputs,
     Kernel,
     Saved,
     wide_dtype,
@@ -21,7 +23,7 @@ from sparsebalance_megatron.attention.select import Selector
 from sparsebalance_megatron.attention.select.summaries import SharedSummaries
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.pieces import DensePieces
-from sparsebalance_megatron.attention.sequence.slice import Part, SequenceExchange, SequenceSlice
+from sparsebalance_megatron.attention.sequence.slice import SequenceExchange, SequenceSlice
 from sparsebalance_megatron.config import AttentionImplementation, DenseAttention
 
 
@@ -62,7 +64,8 @@ def sequence_attention(
             "the slice's local_layout and whole_layout"
         )
     # What is checked are the tensors that are here.
-    here, kernel = sequence.local_layout, None
+    here = sequence.local_layout
+    kernel: Kernel | None = None
     if dense_documents < sequence.whole_layout.documents:
         listed = replace(selection, kv_layout=here)
         kernel = checked_kernel(q_THD, k_TGD, v_TGF, listed, implementation, sink_H)
@@ -86,55 +89,39 @@ class ExchangingKernel:
     sequence: SequenceSlice
     kernel: Kernel
 
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGF: Tensor,
-        selection: Selection,
-        *,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
-        lse_TH = q_THD.new_empty(q_THD.shape[:2], dtype=wide_dtype(q_THD.dtype))
-        for part in self.exchange.parts(k_TGD, v_TGF, selection, self.sequence):
-            heads = _query_heads(part, q_THD, k_TGD)
-            out_THF[:, heads], lse_TH[:, heads] = self.kernel.forward(
-                *(q_THD[:, heads], part.k_TGD, part.v_TGF, part.selection),
-                softmax_scale=softmax_scale,
-            )
+    def forward(self, given: Inputs) -> tuple[Tensor, Tensor]:
+        shape, dtype = given.q_THD.shape[:2], given.q_THD.dtype
+        out_THF = given.q_THD.new_empty(*shape, given.v_TGF.shape[2])
+        lse_TH = given.q_THD.new_empty(shape, dtype=wide_dtype(dtype))
+        for heads, part in self._parts(given):
+            out_THF[:, heads], lse_TH[:, heads] = self.kernel.forward(part)
         return out_THF, lse_TH
 
     def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        q_THD, k_TGD = saved.q_THD, saved.k_TGD
+        (q_THD, k_TGD, v_TGF), dtype = saved.qkv, wide_dtype(saved.q_THD.dtype)
         dq_THD = torch.empty_like(q_THD)
-        gradients = self.exchange.gradients(k_TGD.dtype, self.sequence)
-        for part in self.exchange.parts(k_TGD, saved.v_TGF, saved.selection, self.sequence):
-            heads = _query_heads(part, q_THD, k_TGD)
-            of_part = replace(
-                saved,
-                q_THD=q_THD[:, heads],
-                k_TGD=part.k_TGD,
-                v_TGF=part.v_TGF,
-                out_THF=saved.out_THF[:, heads],
-                lse_TH=saved.lse_TH[:, heads],
-                selection=part.selection,
-            )
-            dq_THD[:, heads], *dkv = self.kernel.backward(dout_THF[:, heads], of_part)
-            gradients.add(torch.cat(dkv, 2).to(wide_dtype(q_THD.dtype)))
-        head_dims = k_TGD.shape[2], saved.v_TGF.shape[2]
-        dk_TGD, dv_TGF = gradients.result().to(k_TGD.dtype).split(head_dims, 2)
+
+        def of_parts() -> Iterator[Tensor]:
+            for heads, part in self._parts(saved):
+                out_THF, lse_TH = saved.out_THF[:, heads], saved.lse_TH[:, heads]
+                of_part = replace(part, out_THF=out_THF, lse_TH=lse_TH)
+                dq_THD[:, heads], *dkv = self.kernel.backward(dout_THF[:, heads], of_part)
+                yield torch.cat(dkv, 2).to(dtype)
+
+        dkv_TGE = self.exchange.gradient(of_parts(), k_TGD.dtype, self.sequence)
+        dk_TGD, dv_TGF = dkv_TGE.to(k_TGD.dtype).split((k_TGD.shape[2], v_TGF.shape[2]), 2)
         return dq_THD, dk_TGD, dv_TGF
 
-    def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
-        return self.kernel.obstacle(q_THD, v_TGF, selection)
-
-
-def _query_heads(part: Part, q_THD: Tensor, k_TGD: Tensor) -> slice:
-    if part.kv_head is None:
-        return slice(None)
-    group = q_THD.shape[1] // k_TGD.shape[1]
-    return slice(part.kv_head * group, (part.kv_head + 1) * group)
+    def _parts[Given: Inputs](self, given: Given) -> Iterator[tuple[slice, Given]]:
+        """The query heads that read a part, and what they attend to."""
+        first, group = 0, given.q_THD.shape[1] // given.k_TGD.shape[1]
+        keys = given.k_TGD, given.v_TGF, given.selection
+        for k_TGD, v_TGF, selection in self.exchange.parts(*keys, self.sequence):
+            heads = slice(first, first + group * k_TGD.shape[1])
+            q_THD = given.q_THD[:, heads]
+            part = replace(given, q_THD=q_THD, k_TGD=k_TGD, v_TGF=v_TGF, selection=selection)
+            yield heads, part
+            first = heads.stop
 
 
 @torch.no_grad()
@@ -153,16 +140,7 @@ def rank_slice[Ranked](
     sequence would rank them.
 
     The mass is that of all slices' queries, the same bits for each.
-
-    Raises:
-        ValueError: as the selector does; or the selector needs whole documents, which a slice does
-            not hold.
     """
-    if getattr(selector, "needs_whole_documents", False):
-        raise ValueError(
-            f"{selector} needs all queries of a document, and this rank holds or has seen a part: "
-            'use one segment and cp_size 1, or another selection, such as "vertical-slash"'
-        )
     own: SharedSummaries = selector.summaries(q_THD, k_TGD, sequence.local_layout)
     summaries = exchange.summaries(own.parts(sequence.local_layout), sequence)
     ranking: Any = selector.rank(

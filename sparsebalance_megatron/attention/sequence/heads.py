@@ -53,7 +53,9 @@ class TravellingHeads:
         kv_heads = qkv[1].shape[1]
         # Query heads that read one KV head are neighbours, so are the members that have them.
         copies = max(1, members // kv_heads)
-        parts = [qkv[0], *(_repeated(x, copies) for x in qkv[1:])]
+        parts = list(qkv)
+        if copies > 1:
+            parts[1:] = [x.repeat_interleave(copies, 1) for x in qkv[1:]]
         of_member = [(x.shape[1] // members, x.shape[2]) for x in parts]
         sizes = [heads * size for heads, size in of_member]
         packed = [x.reshape(own, members, size) for x, size in zip(parts, sizes, strict=True)]
@@ -103,13 +105,6 @@ class TravellingHeads:
     def _place_T(self) -> Tensor:
         """For every token of the sequence, its place among the members'."""
         return self._token_T.argsort()
-
-
-def _repeated(x_TGD: Tensor, copies: int) -> Tensor:
-    """Every head so many times, side by side."""
-    if copies == 1:
-        return x_TGD
-    return x_TGD[:, :, None].expand(-1, -1, copies, -1).flatten(1, 2)
 
 
 class _Exchanged(torch.autograd.Function):

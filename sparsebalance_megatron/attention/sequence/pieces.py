@@ -18,12 +18,12 @@ Shape legend: T tokens of the slice, or of the sequence (keys and values).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels.contract import (
+    Inputs,
     Kernel,
     Saved,
     merge_partials,
@@ -43,6 +43,12 @@ class Piece:
     key_T: Tensor
     selection: Selection
 
+    def of[Given: Inputs](self, given: Given) -> Given:
+        """The inputs of these documents."""
+        q_THD, k_TGD, v_TGF = given.qkv
+        q_THD, k_TGD, v_TGF = q_THD[self.query_T], k_TGD[self.key_T], v_TGF[self.key_T]
+        return replace(given, q_THD=q_THD, k_TGD=k_TGD, v_TGF=v_TGF, selection=self.selection)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DensePieces:
@@ -54,58 +60,38 @@ class DensePieces:
 
     sequence: SequenceSlice
     documents: int
-    dense: Any
+    dense: Kernel
     lists: Kernel | None = None
 
-    def forward(
-        self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGF: Tensor,
-        selection: Selection,
-        *,
-        softmax_scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        wide, shape = wide_dtype(q_THD.dtype), q_THD.shape[:2]
-        out_THF = q_THD.new_zeros(*shape, v_TGF.shape[2], dtype=wide)
-        lse_TH = q_THD.new_full(shape, -float("inf"), dtype=wide)
+    def forward(self, given: Inputs) -> tuple[Tensor, Tensor]:
+        wide, shape = wide_dtype(given.q_THD.dtype), given.q_THD.shape[:2]
+        out_THF = given.q_THD.new_zeros(*shape, given.v_TGF.shape[2], dtype=wide)
+        lse_TH = given.q_THD.new_full(shape, -float("inf"), dtype=wide)
         if self.lists is not None:
-            inputs = q_THD, k_TGD, v_TGF, selection
-            out_THF, lse_TH = self.lists.forward(*inputs, softmax_scale=softmax_scale)
+            out_THF, lse_TH = self.lists.forward(given)
             out_THF = out_THF.to(wide)
         for piece in self.pieces():
-            q, found = q_THD[piece.query_T], (out_THF[piece.query_T], lse_TH[piece.query_T])
-            keys = k_TGD[piece.key_T], v_TGF[piece.key_T]
-            out, lse = self.dense.forward(q, *keys, piece.selection, softmax_scale=softmax_scale)
+            out, lse = self.dense.forward(piece.of(given))
+            found = out_THF[piece.query_T], lse_TH[piece.query_T]
             out, lse = merge_partials(*found, out.to(wide), lse)
             out_THF.index_copy_(0, piece.query_T, out)
             lse_TH.index_copy_(0, piece.query_T, lse)
-        return out_THF.to(q_THD.dtype), lse_TH
+        return out_THF.to(given.q_THD.dtype), lse_TH
 
     def backward(self, dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        dtype, inputs = dout_THF.dtype, (saved.q_THD, saved.k_TGD, saved.v_TGF)
-        sums = [x.new_zeros(x.shape, dtype=wide_dtype(dtype)) for x in inputs]
+        dtype = dout_THF.dtype
+        sums = [x.new_zeros(x.shape, dtype=wide_dtype(dtype)) for x in saved.qkv]
         if self.lists is not None:
             sums = [x.to(wide_dtype(dtype)) for x in self.lists.backward(dout_THF, saved)]
         for piece in self.pieces():
-            of_piece = replace(
-                saved,
-                q_THD=saved.q_THD[piece.query_T],
-                k_TGD=saved.k_TGD[piece.key_T],
-                v_TGF=saved.v_TGF[piece.key_T],
-                out_THF=saved.out_THF[piece.query_T],
-                lse_TH=saved.lse_TH[piece.query_T],
-                selection=piece.selection,
-            )
-            parts = self.dense.backward(dout_THF[piece.query_T], of_piece)
             rows = piece.query_T, piece.key_T, piece.key_T
+            out_THF, lse_TH, dout = (x[rows[0]] for x in (saved.out_THF, saved.lse_TH, dout_THF))
+            of_piece = replace(piece.of(saved), out_THF=out_THF, lse_TH=lse_TH)
+            parts = self.dense.backward(dout, of_piece)
             for total, row_T, part in zip(sums, rows, parts, strict=True):
                 total.index_add_(0, row_T, part.to(total.dtype))
         dq_THD, dk_TGD, dv_TGF = (x.to(dtype) for x in sums)
         return dq_THD, dk_TGD, dv_TGF
-
-    def obstacle(self, q_THD: Tensor, v_TGF: Tensor, selection: Selection) -> str | None:
-        return self.dense.obstacle(q_THD, v_TGF, selection.query_layout)
 
     def pieces(self) -> Sequence[Piece]:
         """The square and the rectangles; made once for a slice."""

@@ -5,7 +5,7 @@ Shape legend: T tokens (of the packed sequence or of a slice), E head dims of ke
 by side, W members of the group.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -311,27 +311,9 @@ def _padded(values_T: Tensor, tokens: int, padding: float) -> Tensor:
     return torch.cat([values_T, values_T.new_full((tokens, *values_T.shape[1:]), padding)])
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """Keys and values that are here, and the lists by which the slice's queries read them.
-
-    ``kv_head`` is the one KV head that they are of, whose query heads read them; None for all.
-    """
-
-    k_TGD: Tensor
-    v_TGF: Tensor
-    selection: Selection
-    kv_head: int | None = None
-
-
-class GradientSum(Protocol):
-    """Gradients of keys and values on their way to those who hold them."""
-
-    def add(self, dkv_TGE: Tensor) -> None:
-        """Add the gradients of the next part."""
-
-    def result(self) -> Tensor:
-        """The sum for this slice's keys and values [T, G, E], once all parts are added."""
+type Part = tuple[Tensor, Tensor, Selection]
+"""Keys and values of some neighbouring KV heads, which are here, and the lists by which the slice's
+queries read them."""
 
 
 class SequenceExchange(Protocol):
@@ -345,11 +327,13 @@ class SequenceExchange(Protocol):
         self, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, sequence: SequenceSlice
     ) -> Iterator[Part]:
         """Give all that the slice's queries may read, in parts of which each holds all that its
-        query heads read, in the same order each time. ``selection`` is over the blocks of the
-        sequence."""
+        query heads read, KV heads rising. ``selection`` is over the blocks of the sequence."""
 
-    def gradients(self, dtype: torch.dtype, sequence: SequenceSlice) -> GradientSum:
-        """Begin to sum the gradients of what :meth:`parts` gives, in ``dtype`` at least."""
+    def gradient(
+        self, parts: Iterable[Tensor], dtype: torch.dtype, sequence: SequenceSlice
+    ) -> Tensor:
+        """Sum all members' gradients of this slice's keys and values [T, G, E], in ``dtype`` at
+        least. ``parts`` computes those of what :meth:`parts` gives, part after part."""
 
     def summaries(self, own: Sequence[Tensor], sequence: SequenceSlice) -> list[Tensor]:
         """Give the summaries of all blocks of the sequence, tensors of one entry per block."""

@@ -4,7 +4,7 @@
 A few layers carry a model's look-ups: they need many blocks, the others few. Which layers do is
 measured before training (``sparse-balance sensitivity``) and read here.
 
-Shape legend: K budgets that a layer may have, X lengths of samples, F features.
+Shape legend: K budgets that a layer may have, X lengths of samples.
 """
 
 from dataclasses import replace
@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
-from sparsebalance_megatron.cost.model import CostModel
-from sparsebalance_megatron.cost.parts import Direction, Part
+from sparsebalance_megatron.cost.model import CostModel, StageScales
+from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.table import read_sensitivities
 from sparsebalance_megatron.cost.work_model import WorkModel
 from sparsebalance_megatron.layer_budgets import DENSE, dense_up_to_blocks, layer_budgets_text
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.step_costs import step_costs
 
 LEAST_SHARE = 0.625
 """What every layer keeps of the base budget, whatever its sensitivity."""
@@ -74,26 +75,24 @@ def with_layer_budgets(
 def _layer_ms(
     config: SparseBalanceConfig, lengths_tokens: np.ndarray, cost: CostModel
 ) -> tuple[np.ndarray, float]:
-    """Predicted ms of a layer's attention over all samples: [K] at 0, 1, ... blocks, the router and
-    dense documents included, and of a dense layer, infinity where that is unknown."""
-    length_X, count_X = np.unique(np.ceil(lengths_tokens / config.block_size), return_counts=True)
+    """Predicted ms of a model of one layer over all samples: [K] at 0, 1, ... blocks, dense
+    documents included, and with a dense layer, infinity where that is unknown."""
+    length_X, count_X = np.unique(-(-lengths_tokens // config.block_size), return_counts=True)
     knows_dense = Part.DENSE_ATTENTION in cost.forward_ms and config.attention != "tokens"
+    one_layer = Job.even(layers=1, ranks=1, stages=1)
+    sparse = step_costs(length_X * config.block_size, one_layer, cost, StageScales.ones(1))
 
-    def ms(pairs_X: np.ndarray, *parts: Part) -> np.ndarray:
-        one_X, visible_X = np.ones(len(length_X)), cost.work.visible_pairs(length_X)
-        tokens_X = length_X * config.block_size
-        row_FX = np.array([0.0 * one_X, one_X, tokens_X, pairs_X, visible_X])
-        return sum(cost.coefficients_ms(part, way) for part in parts for way in Direction) @ row_FX
+    def ms(budget: int, is_dense_X: np.ndarray) -> float:
+        costs = replace(sparse, dense_LS=is_dense_X[None])
+        ms_2XC = costs.sample_ms(np.full(costs.dense_LS.shape, max(budget, 1)))
+        return float(ms_2XC.sum(axis=(0, 2)) @ count_X)
 
-    pairs_KX = pairs_by_budget(length_X, cost.work)
-    dense_X = ms(pairs_KX[-1], Part.DENSE_ATTENTION) if knows_dense else np.full(1, np.inf)
-    ms_K = np.empty(len(pairs_KX))
-    for budget, pairs_X in enumerate(pairs_KX):
-        longest = config.base_budget, config.dense_up_to_tokens, config.block_size
-        is_dense_X = knows_dense & (length_X <= dense_up_to_blocks(max(budget, 1), *longest))
-        sparse_X = ms(pairs_X, Part.ATTENTION, Part.ROUTER)
-        ms_K[budget] = np.where(is_dense_X, dense_X, sparse_X) @ count_X
-    return ms_K, float((dense_X * count_X).sum())
+    longest = config.base_budget, config.dense_up_to_tokens, config.block_size
+    ms_K = [
+        ms(budget, knows_dense & (length_X <= dense_up_to_blocks(max(budget, 1), *longest)))
+        for budget in range(max(int(length_X[-1]), 1) + 1)
+    ]
+    return np.array(ms_K), ms(1, length_X > 0) if knows_dense else np.inf
 
 
 def pairs_by_budget(length_blocks_X: np.ndarray, work: WorkModel) -> np.ndarray:

@@ -11,23 +11,25 @@ from functools import cache
 
 import numpy as np
 
+from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.layer_budgets import DENSE
 from sparsebalance_megatron.plan.arrangement import Arrangement
+from sparsebalance_megatron.plan.budgets.allowed import BudgetRange, feasible_range, raised_range
 from sparsebalance_megatron.plan.budgets.fill import Filling
 from sparsebalance_megatron.plan.budgets.price import budget_steps
-from sparsebalance_megatron.plan.budgets.problem import (
-    ROUNDING,
-    BudgetProblem,
-    BudgetRange,
-    feasible_range,
-    raised_range,
-)
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.coverage import CoverageCurves
+from sparsebalance_megatron.plan.job import check_cp_sizes
 from sparsebalance_megatron.plan.pipeline.operation_times import rounded_ms
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.settings import PlanSettings
-from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_costs import StepCosts, step_costs
+from sparsebalance_megatron.plan.step_problem import (
+    ROUNDING,
+    BudgetPolicy,
+    PlanInputs,
+    StepProblem,
+)
 from sparsebalance_megatron.selector_registry import POLICIES
 
 SHARE_OF_STEP_FOR_FILLING, SHARE_OF_STEP_FOR_FILLING_SEGMENTS = 0.05, 0.15
@@ -51,21 +53,6 @@ class TunedBudgets:
     dense_LS: np.ndarray
 
 
-class BudgetPolicy:
-    """Chooses budgets; this one keeps every sample's base budget."""
-
-    def allowed(
-        self, costs: StepCosts, coverage: CoverageCurves, plan_settings: PlanSettings
-    ) -> BudgetRange:
-        """Budgets that may be chosen."""
-        base_LS = plan_settings.base_LS(coverage.layers, costs.lengths_tokens_S)
-        return BudgetRange(floor_LS=base_LS, base_LS=base_LS, top_LS=base_LS)
-
-    def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> np.ndarray:
-        """Budgets of placed samples."""
-        return problem.allowed.base_LS
-
-
 class AnchorPolicy(BudgetPolicy):
     """Every micro-batch goes as near to an anchor latency as it may: the paper's rule.
 
@@ -77,7 +64,7 @@ class AnchorPolicy(BudgetPolicy):
     ) -> BudgetRange:
         return feasible_range(costs, coverage, plan_settings)
 
-    def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> np.ndarray:
+    def tuned_LS(self, problem: StepProblem, where: Arrangement) -> np.ndarray:
         """Slower micro-batches only cut, the step with the least coverage per ms first; faster ones
         only raise, the step with the most first.
 
@@ -89,7 +76,7 @@ class AnchorPolicy(BudgetPolicy):
         slower_S = (latency_J > anchor_ms)[micro_batch_of_S]
         low_LS = np.where(slower_S, allowed.floor_LS, allowed.base_LS)
         high_LS = np.where(slower_S, allowed.base_LS, allowed.top_LS)
-        steps = budget_steps(costs, problem.coverage, low_LS, high_LS)
+        steps = budget_steps(costs, problem.coverage, costs.length_blocks_S, low_LS, high_LS)
         start_J = _latency_ms_J(problem, low_LS, where)
 
         index_I = np.flatnonzero(steps.pairs_LSK > 0)
@@ -107,7 +94,7 @@ class AnchorPolicy(BudgetPolicy):
         return steps.budgets_LS(taken.reshape(steps.pairs_LSK.shape))
 
 
-def _latency_ms_J(problem: BudgetProblem, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
+def _latency_ms_J(problem: StepProblem, budgets_LS: np.ndarray, where: Arrangement) -> np.ndarray:
     times_2EPVM = problem.micro_batch_ms(budgets_LS, where).by_micro_batch_2RPVM
     latency_EM = times_2EPVM.sum(axis=0).sum(axis=(1, 2))
     return np.repeat(latency_EM, problem.costs.job.lockstep_ranks, axis=0).ravel()
@@ -126,7 +113,7 @@ class RaisePolicy(BudgetPolicy):
     ) -> BudgetRange:
         return raised_range(costs, coverage, plan_settings)
 
-    def tuned_LS(self, problem: BudgetProblem, where: Arrangement) -> np.ndarray:
+    def tuned_LS(self, problem: StepProblem, where: Arrangement) -> np.ndarray:
         base_LS = problem.allowed.base_LS
         if (base_LS == problem.allowed.top_LS).all():
             return base_LS
@@ -144,7 +131,7 @@ class RaisePolicy(BudgetPolicy):
 
 
 def no_dearer_than_dense_LS(
-    problem: BudgetProblem, where: Arrangement, raised_LS: np.ndarray
+    problem: StepProblem, where: Arrangement, raised_LS: np.ndarray
 ) -> np.ndarray:
     """Raised budgets, at which no layer of a document takes longer than dense attention would.
 
@@ -181,7 +168,7 @@ def no_dearer_than_dense_LS(
 
 
 def _may_be_dense_LS(
-    problem: BudgetProblem, where: Arrangement, budgets_LS: np.ndarray
+    problem: StepProblem, where: Arrangement, budgets_LS: np.ndarray
 ) -> np.ndarray:
     """Mask of raised and of pinned budgets at which layers may attend densely."""
     config, costs = problem.plan_settings.config, problem.costs
@@ -217,44 +204,58 @@ BUDGET_POLICIES: Mapping[str, BudgetPolicy] = {
 }
 
 
-def budget_policy(plan_settings: PlanSettings) -> BudgetPolicy:
-    """The policy of the settings."""
-    tuning = plan_settings.config.tuning
-    return BUDGET_POLICIES.get(tuning) or _of_a_package(tuning)
-
-
 @cache
-def _of_a_package(name: str) -> BudgetPolicy:
-    policy: BudgetPolicy = POLICIES.load(name)
+def budget_policy(tuning: str) -> BudgetPolicy:
+    """The policy of that name, of this package or another."""
+    policy: BudgetPolicy = BUDGET_POLICIES.get(tuning) or POLICIES.load(tuning)
     return policy
 
 
-def budget_problem(
-    plan_settings: PlanSettings,
-    costs: StepCosts,
-    coverage: CoverageCurves,
-    pinned_LS: np.ndarray | None = None,
-) -> BudgetProblem:
-    """The problem whose limits are those of the policy.
+def step_problem(inputs: PlanInputs) -> StepProblem:
+    """The problem that the inputs pose, under the policy of their settings.
 
-    Args:
-        pinned_LS: budgets that are given, 0 where they are to be chosen; None pins none.
+    Raises:
+        PlanError: the inputs contradict one another.
     """
-    policy = budget_policy(plan_settings)
+    job, plan_settings, coverage = inputs.job, inputs.plan_settings, inputs.coverage
+    cp_size = job.context_parallel_size
+    check_cp_sizes(job.data_parallel_size, cp_size, plan_settings.max_cp_size)
+    if plan_settings.config.block_size != inputs.cost.block_size:
+        raise PlanError(
+            f"block size {plan_settings.config.block_size} differs from the cost model's "
+            f"{inputs.cost.block_size}; profile again or change --sparse-balance-block-size"
+        )
+    if coverage.layers != job.layers:
+        raise PlanError(f"coverage curves have {coverage.layers} layers, the job {job.layers}")
+    lengths, pinned_LS = inputs.lengths_tokens, inputs.pinned_LS
+    dense_LS = plan_settings.dense_LS(job.layers, lengths)
+    if pinned_LS is not None:
+        _check_pinned(pinned_LS, (job.layers, len(lengths)))
+        blocks_S = -(-np.array(lengths) // plan_settings.config.block_size)
+        dense_LS &= (pinned_LS == 0) | (pinned_LS >= blocks_S)
+    costs = step_costs(lengths, job, inputs.cost, inputs.scales, dense_LS)
+    policy = budget_policy(plan_settings.config.tuning)
     allowed = policy.allowed(costs, coverage, plan_settings)
-    samples = len(costs.lengths_tokens_S)
-    return BudgetProblem(
-        plan_settings=plan_settings,
+    return StepProblem(
+        inputs=inputs,
         costs=costs,
-        coverage=coverage,
+        policy=policy,
         allowed=allowed if pinned_LS is None else allowed.pinned(pinned_LS),
-        pinned_S=np.zeros(samples, bool) if pinned_LS is None else pinned_LS[0] > 0,
     )
 
 
-def tune(problem: BudgetProblem, where: Arrangement) -> TunedBudgets:
+def _check_pinned(pinned_LS: np.ndarray, shape: tuple[int, int]) -> None:
+    if pinned_LS.shape != shape:
+        raise PlanError(
+            f"pinned budgets have shape {pinned_LS.shape}, expected {shape} (layers, samples)"
+        )
+    if ((pinned_LS > 0).any(axis=0) != (pinned_LS > 0).all(axis=0)).any() or pinned_LS.min() < 0:
+        raise PlanError("pinned budgets: a sample's must be at least 1 in every layer, or 0 in all")
+
+
+def tune(problem: StepProblem, where: Arrangement) -> TunedBudgets:
     """Budgets of a placed global batch under ``plan_settings.config.tuning``."""
-    budgets_LS = budget_policy(problem.plan_settings).tuned_LS(problem, where)
+    budgets_LS = problem.policy.tuned_LS(problem, where)
     allowed, costs = problem.allowed, problem.costs
     becomes_LS = _may_be_dense_LS(problem, where, budgets_LS) & (budgets_LS >= costs.blocks_S)
     base_L1 = problem.plan_settings.base_L(len(budgets_LS))[:, None]

@@ -10,14 +10,14 @@ Shape legend: Z sizes (samples of as many blocks), Q price levels, I sequences o
 and sample or size).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from sparsebalance_megatron.plan.budgets.problem import BudgetProblem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.step_costs import StepCosts
+from sparsebalance_megatron.plan.step_problem import StepProblem
 
 LEVELS = 128
 _TIE_BREAK = 0.05
@@ -41,21 +41,20 @@ class Ladder:
     curves: CoverageCurves
 
     @classmethod
-    def of(cls, problem: BudgetProblem) -> "Ladder":
+    def of(cls, problem: StepProblem) -> "Ladder":
         """The ladder of a problem's samples.
 
         Prices are those of whole blocks; a ragged last block makes no difference to the ranking.
         """
-        costs, allowed = problem.costs, problem.allowed
-        _, first_Z, size_S = np.unique(problem.size_S, return_index=True, return_inverse=True)
-        whole_tokens_Z = costs.blocks_S[first_Z] * costs.block_size
-        whole = replace(costs, lengths_tokens_S=whole_tokens_Z)
-        steps = budget_steps(
-            whole, problem.coverage, allowed.floor_LS[:, first_Z], allowed.top_LS[:, first_Z]
-        )
+        costs, allowed, blocks_S = problem.costs, problem.allowed, problem.costs.blocks_S
+        own_S = blocks_S.max() + 1 + np.arange(len(blocks_S))
+        size_S = np.where(problem.pinned_S, own_S, blocks_S)
+        _, first_Z, size_S = np.unique(size_S, return_index=True, return_inverse=True)
+        floor_LZ, top_LZ = allowed.floor_LS[:, first_Z], allowed.top_LS[:, first_Z]
+        steps = budget_steps(costs, problem.coverage, blocks_S[first_Z], floor_LZ, top_LZ)
         return cls(
-            size_S=size_S.reshape(-1),
-            blocks_Z=whole.blocks_S,
+            size_S=size_S,
+            blocks_Z=blocks_S[first_Z],
             budgets_QLZ=budgets_by_level(steps),
             curves=problem.coverage,
         )
@@ -65,6 +64,11 @@ class Ladder:
         """Coverage of a sample of each size; 0 where the curve is not known."""
         coverage_QLZ = self.curves.coverage_LS(self.blocks_Z, self.budgets_QLZ)
         return np.ascontiguousarray(np.nan_to_num(coverage_QLZ).transpose(2, 1, 0))
+
+    @property
+    def rises_S(self) -> np.ndarray:
+        """Mask of the samples that the levels raise in any layer."""
+        return (self.budgets_QLZ[0] < self.budgets_QLZ[-1]).any(axis=0)[self.size_S]
 
     def budgets_LS(self, level_LS: np.ndarray) -> np.ndarray:
         """Budgets with every layer of every sample at a level of its own."""
@@ -133,9 +137,15 @@ class BudgetSteps:
 
 
 def budget_steps(
-    costs: StepCosts, coverage: CoverageCurves, low_LS: np.ndarray, high_LS: np.ndarray
+    costs: StepCosts,
+    coverage: CoverageCurves,
+    length_blocks_S: np.ndarray,
+    low_LS: np.ndarray,
+    high_LS: np.ndarray,
 ) -> BudgetSteps:
-    """Clipping grid, coverage and pairs to [low, high] alike works since all three only grow.
+    """Steps of samples of any lengths.
+
+    Clipping grid, coverage and pairs to [low, high] alike works since all three only grow.
 
     Grid budgets below every low and above every high are left out; one remains where all lows lie
     above the grid, as pinned budgets may.
@@ -146,12 +156,14 @@ def budget_steps(
     inside = slice(min(first, last, len(every_K) - 1), last + 1)
     grid = every_K[inside]
     points_LSK = np.clip(grid, low_LS[..., None], high_LS[..., None])
-    grid_pairs_SK = costs.block_pairs(
-        np.broadcast_to(grid[:, None], (len(grid), low_LS.shape[1]))
-    ).T
-    low_pairs_LS, high_pairs_LS = costs.block_pairs(low_LS), costs.block_pairs(high_LS)
-    low_gain_LS = np.nan_to_num(coverage.coverage_LS(costs.blocks_S, low_LS))
-    high_gain_LS = np.nan_to_num(coverage.coverage_LS(costs.blocks_S, high_LS))
+    blocks_S = np.ceil(length_blocks_S).astype(np.int64)
+    grid_pairs_SK = costs.work.attended_pairs(length_blocks_S[:, None], grid)
+    low_pairs_LS, high_pairs_LS = (
+        costs.work.attended_pairs(length_blocks_S, each_LS) for each_LS in (low_LS, high_LS)
+    )
+    low_gain_LS, high_gain_LS = (
+        np.nan_to_num(coverage.coverage_LS(blocks_S, each_LS)) for each_LS in (low_LS, high_LS)
+    )
 
     def between(grid_values: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         inner = np.clip(grid_values, low[..., None], high[..., None])
@@ -159,7 +171,7 @@ def budget_steps(
         return np.diff(inner, axis=-1, prepend=low[..., None])
 
     pairs_LSK = between(grid_pairs_SK, low_pairs_LS, high_pairs_LS)
-    gain_LSK = between(coverage.curves_LSK(costs.blocks_S)[..., inside], low_gain_LS, high_gain_LS)
+    gain_LSK = between(coverage.curves_LSK(blocks_S)[..., inside], low_gain_LS, high_gain_LS)
     ms_LSK = pairs_LSK * costs.pair_ms_L[:, None, None]
     return BudgetSteps(
         low_LS=low_LS,

@@ -17,7 +17,7 @@ groups of W ranks, X = E x M rows, Y segments of all ranks.
 """
 
 from collections.abc import Callable
-from itertools import chain
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,10 +30,10 @@ from sparsebalance_megatron.plan.budgets.price import (
     budgets_by_level,
     envelope_slopes,
 )
-from sparsebalance_megatron.plan.budgets.problem import ROUNDING, BudgetProblem
-from sparsebalance_megatron.plan.context_groups import first_places
+from sparsebalance_megatron.plan.groups import Groups
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, WAITING_COST, SearchEffort
 from sparsebalance_megatron.plan.segments import PlacedSegments
+from sparsebalance_megatron.plan.step_problem import ROUNDING, StepProblem
 
 _HEIGHTS = 32
 """Heights of a layer that are tried."""
@@ -42,106 +42,125 @@ _MEMBER_LEVELS = slice(0, None, 4)
 _LEAST_LEVELS_OF_SEGMENTS = 8
 """Price levels of units whose micro-batches pass in segments, where effort pays for no more."""
 _LEAST_MS = 1e-12
+_AT_ONCE = 256
+"""Samples whose levels fit a core's cache."""
 
 BudgetsOfLevels = Callable[[np.ndarray], np.ndarray]
 """Budgets [L, S] at levels [J, C] of all units."""
 
 
 def units_of(
-    problem: BudgetProblem, where: Arrangement, effort: SearchEffort
+    problem: StepProblem, where: Arrangement, effort: SearchEffort
 ) -> tuple[Pipelines, BudgetsOfLevels]:
     """The units of placed samples, and the budgets that their levels mean.
 
     Where micro-batches pass in segments, cutting them at each level takes effort: there are as many
     levels as a third of it pays for.
     """
-    grown = _rows if problem.costs.job.lockstep_ranks > 1 else _micro_batches
-    growth_JCQ, budgets_LS = grown(problem, Ladder.of(problem), where)
-    if not where.segment_starts_blocks:
-        return _in_one_piece(problem, where, growth_JCQ), budgets_LS
-    segments = sum(map(len, chain.from_iterable(where.segment_starts_blocks)))
-    each = SEGMENT_COST * 2 * problem.costs.job.pipeline_stages * segments
+    ladder, job, place_S = Ladder.of(problem), problem.job, where.micro_batch_of_S
+    if job.lockstep_ranks > 1:
+        growth_JCQ, budgets_LS = _rows(problem, ladder, where)
+        row_J = np.arange(len(growth_JCQ))
+    else:
+        chunks = job.pipeline_stages * job.virtual_stages
+        unit_LS = place_S * chunks + job.chunk_of_layer_L[:, None]
+
+        def budgets_LS(level_JC: np.ndarray) -> np.ndarray:
+            return ladder.budgets_LS(level_JC.ravel()[unit_LS])
+
+    if where.segment_starts_blocks:
+        return _in_segments(problem, where, budgets_LS, effort)
+    if job.lockstep_ranks == 1:
+        growth_JCQ, row_J = _micro_batches(problem, ladder, where)
+    return _in_one_piece(problem, where, growth_JCQ, row_J), budgets_LS
+
+
+def _in_one_piece(
+    problem: StepProblem, where: Arrangement, growth_NCQ: np.ndarray, row_J: np.ndarray
+) -> Pipelines:
+    """Pipelines whose units grow by these forward and backward ms. A lockstep group is one rank."""
+    costs, times = problem.costs, problem.micro_batch_ms(problem.allowed.floor_LS, where)
+    floor_2RMPV = np.moveaxis(times.by_micro_batch_2RPVM, -1, 2)
+    return Pipelines(
+        times=times,
+        growth_KNCQ=growth_NCQ[None],
+        row_Y=row_J[Groups(times.cp_sizes_RM).first_J],
+        share_2C=costs.pair_2C / np.maximum(costs.pair_ms_C, _LEAST_MS),
+        floor_2YC=floor_2RMPV.reshape(2, len(row_J), costs.chunks),
+        cp_sizes_RM=times.cp_sizes_RM,
+        segments_J=np.ones(len(row_J), dtype=np.int64),
+        operation_cost=WAITING_COST if times.cp_sizes_RM.max() > 1 else 1,
+    )
+
+
+def _in_segments(
+    problem: StepProblem, where: Arrangement, budgets_LS: BudgetsOfLevels, effort: SearchEffort
+) -> tuple[Pipelines, BudgetsOfLevels]:
+    """Pipelines in segments, whose operations are priced with all units at one level."""
+    job, placed = problem.job, PlacedSegments(problem.costs, where)
+    segments_J = np.concatenate(placed.segments_EM)
+    each = SEGMENT_COST * 2 * job.pipeline_stages * int(segments_J.sum()) * job.lockstep_ranks
     levels = LEVELS
     while levels > max(_LEAST_LEVELS_OF_SEGMENTS, effort.affordable(3 * each)):
         levels //= 2
     effort.spend(levels * each)
     stride = LEVELS // levels
     every_level = range(0, LEVELS + 1, stride)
-    budgets_QLS = [budgets_LS(np.full(growth_JCQ.shape[:2], level)) for level in every_level]
-    pipelines = _in_segments(problem, where, np.stack(budgets_QLS))
+    shape_JC = len(segments_J), job.pipeline_stages
+    budgets_QLS = np.stack([budgets_LS(np.full(shape_JC, level)) for level in every_level])
+    # Of layers' columns and many members, a few levels at a time.
+    some_levels = np.array_split(budgets_QLS, job.lockstep_ranks)
+    ms_Q2UP = np.concatenate([placed.ms(some) for some in some_levels if len(some)])
+    ms_2UPQ = np.ascontiguousarray(np.moveaxis(ms_Q2UP, 0, -1))
+    pipelines = Pipelines(
+        times=placed.times(ms_2UPQ[..., 0]),
+        growth_KNCQ=ms_2UPQ,
+        row_Y=np.arange(ms_2UPQ.shape[1]),
+        share_2C=np.ones(ms_2UPQ.shape[::2]),
+        floor_2YC=np.zeros(ms_2UPQ.shape[:3]),
+        cp_sizes_RM=placed.cp_sizes_EM,
+        segments_J=segments_J,
+        operation_cost=SEGMENT_COST,
+    )
     return pipelines, lambda level_JC: budgets_LS(stride * level_JC)
 
 
-def _in_one_piece(problem: BudgetProblem, where: Arrangement, growth_JCQ: np.ndarray) -> Pipelines:
-    """Pipelines whose units grow by these forward and backward ms. A lockstep group is one rank."""
-    costs, (rows, chunks, _) = problem.costs, growth_JCQ.shape
-    times = problem.micro_batch_ms(problem.allowed.floor_LS, where)
-    floor_2JC = np.moveaxis(times.by_micro_batch_2RPVM, -1, 2).reshape(2, rows, chunks)
-    share_2C = costs.pair_2C / np.maximum(costs.pair_ms_C, _LEAST_MS)
-    ms_2YCQ = growth_JCQ[first_places(times.cp_sizes_RM)] * share_2C[:, None, :, None]
-    ms_2YCQ += floor_2JC[..., None]
-    return Pipelines(
-        times=times,
-        ms_2YCQ=ms_2YCQ,
-        cp_sizes_RM=times.cp_sizes_RM,
-        segments_J=np.ones(rows, dtype=np.int64),
-        operation_cost=WAITING_COST if times.cp_sizes_RM.max() > 1 else 1,
-    )
-
-
-def _in_segments(problem: BudgetProblem, where: Arrangement, budgets_QLS: np.ndarray) -> Pipelines:
-    """Pipelines in segments, from the budgets with all units at one level."""
-    placed = PlacedSegments(problem.costs, where)
-    # Of layers' columns and many members, a few levels at a time.
-    some_levels = np.array_split(budgets_QLS, problem.job.lockstep_ranks)
-    ms_Q2UP = np.concatenate([placed.ms(some) for some in some_levels if len(some)])
-    ms_2YPQ = np.ascontiguousarray(np.moveaxis(ms_Q2UP, 0, -1))
-    return Pipelines(
-        times=placed.times(ms_2YPQ[..., 0]),
-        ms_2YCQ=ms_2YPQ,
-        cp_sizes_RM=placed.cp_sizes_EM,
-        segments_J=np.concatenate(placed.segments_EM),
-        operation_cost=SEGMENT_COST,
-    )
-
-
 def _micro_batches(
-    problem: BudgetProblem, ladder: Ladder, where: Arrangement
-) -> tuple[np.ndarray, BudgetsOfLevels]:
-    """Ms that levels add to every chunk of micro-batches, on each of their ranks, and budgets."""
+    problem: StepProblem, ladder: Ladder, where: Arrangement
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ms [N, C, Q] that levels add to every chunk of the micro-batches that any level raises, on
+    each of their ranks, after a row of zeros for all others, and the row of each micro-batch."""
     costs, place_S = problem.costs, where.micro_batch_of_S
-    layers_CL = costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None]
     pair_ms_SC = costs.share_W[where.cp_size_S][:, None] * costs.pair_ms_C
     rank_S = place_S // costs.job.micro_batches
     pair_ms_SC *= costs.slowness(where.cp_size_S, rank_S, costs.chunk_of_X)
-    growth_JCQ = _growth_JXQ(problem, ladder, place_S, layers_CL, pair_ms_SC)
-    unit_LS = place_S * costs.chunks + costs.chunk_of_layer_L[:, None]
-    return growth_JCQ, lambda level_JC: ladder.budgets_LS(level_JC.ravel()[unit_LS])
+    rises_J = np.bincount(place_S, ladder.rises_S, costs.job.places) > 0
+    row_J = np.cumsum(rises_J) * rises_J
+    return _growth_NXQ(problem, ladder, row_J[place_S], rises_J.sum() + 1, pair_ms_SC), row_J
 
 
 def _rows(
-    problem: BudgetProblem, ladder: Ladder, where: Arrangement
+    problem: StepProblem, ladder: Ladder, where: Arrangement
 ) -> tuple[np.ndarray, BudgetsOfLevels]:
     """Ms that levels add to every chunk of rows, on each rank of a group, and budgets."""
     costs, job, place_S = problem.costs, problem.costs.job, where.micro_batch_of_S
+    ladder = replace(ladder, budgets_QLZ=ladder.budgets_QLZ[_MEMBER_LEVELS])
     layer_L1 = np.arange(job.layers)[:, None]
     place_XW = job.place_EMW.reshape(-1, job.lockstep_ranks)
 
     def by_row_XLWQ(values_JLQ: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(values_JLQ[place_XW].swapaxes(1, 2))
 
-    member_levels = np.arange(LEVELS + 1)[_MEMBER_LEVELS]
     floor_2SX = costs.at_cp_size(costs.sample_ms(problem.allowed.floor_LS), where.cp_size_S)
     floor_SL = floor_2SX[..., : job.layers].sum(axis=0)
-    every_L = np.eye(job.layers, dtype=bool)
     pair_ms_SL = costs.share_W[where.cp_size_S][:, None] * costs.pair_ms_L
-    ms_JLQ = _growth_JXQ(problem, ladder, place_S, every_L, pair_ms_SL, _MEMBER_LEVELS)
+    ms_JLQ = _growth_NXQ(problem, ladder, place_S, job.places, pair_ms_SL)
     ms_JLQ += _sums_J(floor_SL, place_S, job.places)[..., None]
     slowness_RL = costs.slowness_RP[:, costs.chunk_of_layer_L // job.virtual_stages]
     ms_JLQ *= np.repeat(slowness_RL, job.micro_batches, axis=0)[..., None]
     ms_XLWQ = by_row_XLWQ(ms_JLQ)
-    covered_SLQ = ladder.coverage_ZLQ[..., _MEMBER_LEVELS][ladder.size_S]
-    covered_XLWQ = by_row_XLWQ(_sums_J(covered_SLQ, place_S, job.places))
+    covered_JLQ = _sums_J(ladder.coverage_ZLQ[ladder.size_S], place_S, job.places)
+    covered_XLWQ = by_row_XLWQ(covered_JLQ)
 
     low_XL = ms_XLWQ[..., 0].max(axis=2)
     high_XL = np.maximum(ms_XLWQ[..., -1].max(axis=2), low_XL * ROUNDING)
@@ -173,46 +192,60 @@ def _rows(
     def budgets_LS(level_XC: np.ndarray) -> np.ndarray:
         level_LS = level_XC[row_S][:, costs.chunk_of_layer_L].T
         height_LS = height_QXL[level_LS, row_S, layer_L1]
-        return ladder.budgets_LS(member_levels[member_XLWI[row_S, layer_L1, member_S, height_LS]])
+        return ladder.budgets_LS(member_XLWI[row_S, layer_L1, member_S, height_LS])
 
     return growth_XCQ, budgets_LS
 
 
-def _growth_JXQ(
-    problem: BudgetProblem,
-    ladder: Ladder,
-    place_S: np.ndarray,
-    layers_XL: np.ndarray,
-    pair_ms_SX: np.ndarray,
-    levels: slice = slice(None),
+def _growth_NXQ(
+    problem: StepProblem, ladder: Ladder, row_S: np.ndarray, rows: int, pair_ms_SX: np.ndarray
 ) -> np.ndarray:
-    """Ms that some price levels add to micro-batches in sets of layers.
+    """Ms that levels add to micro-batches in every column that has layers.
 
     They are ``sum_S pair_ms_S (length_S a_S - b_S)``, where a and b are the sums over the layers of
     the terms of :meth:`.WorkModel.growth`.
+
+    Args:
+        row_S: of the micro-batch of every sample.
     """
-    costs = problem.costs
+    costs, budgets_QLZ, columns = problem.costs, ladder.budgets_QLZ, pair_ms_SX.shape[1]
+    layers_XL = costs.column_of_L == np.arange(columns)[:, None]
     length_S1 = costs.length_blocks_S[:, None]
-    budgets_QLZ = ladder.budgets_QLZ[levels]
-    growth_JXQ = np.zeros((costs.job.places, len(layers_XL), len(budgets_QLZ)))
+    growth_NXQ = np.zeros((rows, columns, len(budgets_QLZ)))
+    parts = _apart(row_S, np.flatnonzero(ladder.rises_S))
     for column, layers_L in enumerate(layers_XL):
         terms = costs.work.growth(budgets_QLZ[:, layers_L])
-        a_ZQ, b_ZQ = (term_QLZ.sum(axis=1).T for term_QLZ in terms)
+        a_ZQ, b_ZQ = (term_QLZ.sum(axis=1, dtype=np.float64).T for term_QLZ in terms)
         # Rows of sizes are taken whole, which is several times as fast as single entries.
-        a_SQ, b_SQ = (
-            np.ascontiguousarray(each_ZQ - each_ZQ[:, :1])[ladder.size_S]
-            for each_ZQ in (a_ZQ, b_ZQ)
-        )
-        # In place: arrays of many samples are large.
-        growth_SQ = length_S1 * a_SQ
-        growth_SQ -= b_SQ
-        growth_SQ *= pair_ms_SX[:, column, None]
-        np.add.at(growth_JXQ[:, column], place_S, growth_SQ)
-    return growth_JXQ
+        a_ZQ, b_ZQ = (np.ascontiguousarray(each_ZQ - each_ZQ[:, :1]) for each_ZQ in (a_ZQ, b_ZQ))
+        growth_NQ = growth_NXQ[:, column]
+        for some in parts:
+            size = ladder.size_S[some]
+            growth = length_S1[some] * a_ZQ.take(size, axis=0)
+            growth -= b_ZQ.take(size, axis=0)
+            growth *= pair_ms_SX[some, column, None]
+            growth_NQ[row_S[some]] += growth
+    return growth_NXQ
 
 
 def _sums_J(values_S: np.ndarray, place_S: np.ndarray, places: int) -> np.ndarray:
     """Sums [J, ...] over the samples of micro-batches."""
     sums_J = np.zeros((places, *values_S.shape[1:]))
-    np.add.at(sums_J, place_S, values_S)
+    for some in _apart(place_S, np.arange(len(place_S))):
+        sums_J[place_S[some]] += values_S[some]
     return sums_J
+
+
+def _apart(row_S: np.ndarray, sample_I: np.ndarray) -> list[np.ndarray]:
+    """Samples in parts that each have at most one of a row, and fit a core's cache with their
+    levels; adding them part by part is several times as fast as numpy.add.at."""
+    sample_I = sample_I[np.argsort(row_S[sample_I], kind="stable")]
+    row_I = row_S[sample_I]
+    number_I = np.arange(len(row_I)) - np.searchsorted(row_I, row_I)
+    sample_I = sample_I[np.argsort(number_I, kind="stable")]
+    ends = np.cumsum(np.bincount(number_I))
+    return [
+        part[first : first + _AT_ONCE]
+        for part in np.split(sample_I, ends[:-1])
+        for first in range(0, len(part), _AT_ONCE)
+    ]

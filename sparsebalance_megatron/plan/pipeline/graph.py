@@ -12,7 +12,7 @@ from itertools import pairwise, starmap
 import numpy as np
 
 from sparsebalance_megatron.errors import PlanError
-from sparsebalance_megatron.plan.context_groups import Members
+from sparsebalance_megatron.plan.groups import Members
 from sparsebalance_megatron.plan.pipeline.orders import (
     PipelineOrder,
     Schedule,
@@ -82,11 +82,7 @@ class PipelineGraph:
         return durations
 
     def finish_OX(self, finish_OX: np.ndarray, members: Members) -> np.ndarray:
-        """End of every operation, in the place of its duration; the last row is the step's start.
-
-        Args:
-            members: with whom ``finish_OX`` has its columns in :attr:`.Members.order`.
-        """
+        """End of every operation, in the place of its duration; last, the step's start."""
         take = finish_OX.take
         for wave, before, inputs in self._waited_for:
             ready = take(before, 0)
@@ -105,6 +101,52 @@ class PipelineGraph:
             map(waited_O.__getitem__, self.waves) for waited_O in (self.before_O, *self.inputs)
         )
         return list(zip(self.waves, before, zip(*inputs, strict=True), strict=True))
+
+
+@lru_cache(maxsize=2)
+def order_to_run(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
+    """The order that a schedule gives, for training; the last ones are kept.
+
+    Raises:
+        PlanError: stages of one chunk run forwards in another order than micro-batches are read, or
+            wait for one another for ever where a send waits for its receiver.
+    """
+    order = schedule(stages, micro_batches, chunks)
+    if chunks > 1:
+        return order
+    forward_PO = order.on_stage_PO < order.on_stage_PO.size // 2
+    forwards_PU = order.on_stage_PO[forward_PO].reshape(stages, -1)
+    if (np.diff(forwards_PU) < 0).any():
+        raise PlanError("order: every stage must run its forwards by rising micro-batch")
+    if order.step_O is None:
+        _longest_chains_O(_waited_for_by_transfers(order))
+    return order
+
+
+def _waited_for_by_transfers(order: PipelineOrder) -> np.ndarray:
+    """[3, 2 O]: what every operation of stages of one chunk waits for, then what the transfer of
+    its output waits for, where ``megatron.planned_schedule`` runs the order.
+
+    1. An operation waits for the one before it on its stage, for the transfer of that one's output,
+       and for its input.
+    2. A transfer waits for the operation that gives it, and for the one before its receiver; where
+       both of these are of one direction, for the transfer of that one's output, too.
+    """
+    none = order.on_stage_PO.size
+    number_O, nothing = np.arange(none), 2 * none
+    stage_O = number_O // (none // (2 * order.stages)) % order.stages
+    before_O = np.full(none, nothing)
+    before_O[order.on_stage_PO[:, 1:]] = order.on_stage_PO[:, :-1]
+    transfer_before_O = np.where(before_O < nothing, none + before_O, nothing)
+    input_O = np.where(order.inputs[0] < none, order.inputs[0], nothing)
+    receivers = np.flatnonzero(input_O < nothing)
+    receivers = receivers[stage_O[receivers] != stage_O[input_O[receivers]]]
+    are_alike_O = (before_O < none // 2) == (number_O < none // 2)
+    ready_2O = np.full((2, none), nothing)
+    ready_2O[0, input_O[receivers]] = before_O[receivers]
+    ready_2O[1, input_O[receivers]] = np.where(are_alike_O, transfer_before_O, nothing)[receivers]
+    of_operations_3O = np.stack([before_O, transfer_before_O, input_O])
+    return np.concatenate([of_operations_3O, np.vstack([number_O, ready_2O])], axis=1)
 
 
 @lru_cache(maxsize=32)

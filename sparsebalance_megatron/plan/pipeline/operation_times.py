@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from sparsebalance_megatron.plan.context_groups import Members, unshared
+from sparsebalance_megatron.plan.groups import Members
 from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of, segmented_graph
 from sparsebalance_megatron.plan.pipeline.orders import Schedule
 
@@ -72,7 +72,7 @@ class OperationTimes:
         return cls(
             graph=graph,
             ms_OR=np.ascontiguousarray(ms_2UP.swapaxes(1, 2)).reshape(-1, 1),
-            cp_sizes_RM=unshared(1, len(graph.order.segments_M)),
+            cp_sizes_RM=np.ones((1, len(graph.order.segments_M)), dtype=np.int64),
         )
 
     @cached_property

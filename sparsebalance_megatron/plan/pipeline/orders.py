@@ -12,7 +12,7 @@ segments of all micro-batches, O operations.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.errors import PlanError
-from sparsebalance_megatron.plan.context_groups import first_places, most_segments
+from sparsebalance_megatron.plan.groups import Groups
 
 
 class Operation(NamedTuple):
@@ -84,19 +84,6 @@ class PipelineOrder:
 
 Schedule = Callable[[int, int, int], PipelineOrder]
 """A pure function of (stages, micro-batches, chunks per stage)."""
-
-
-@lru_cache(maxsize=2)
-def order_to_run(schedule: Schedule, stages: int, micro_batches: int, chunks: int) -> PipelineOrder:
-    """The order that a schedule gives, for training; the last ones are kept. Raises a
-    :class:`PlanError` where stages of one chunk run forwards in another order than micro-batches
-    are read."""
-    order = schedule(stages, micro_batches, chunks)
-    forward_PO = order.on_stage_PO < order.on_stage_PO.size // 2
-    forwards_PU = order.on_stage_PO[forward_PO].reshape(stages, -1)
-    if chunks == 1 and (np.diff(forwards_PU) < 0).any():
-        raise PlanError("order: every stage must run its forwards by rising micro-batch")
-    return order
 
 
 @dataclass(frozen=True)
@@ -198,7 +185,7 @@ class SegmentedSchedule:
 
     ``segments_M``: segments of each micro-batch, at least 1. ``most_segments_M``: of each position,
     the most segments on a rank that this one meets, directly or through others
-    (:func:`..context_groups.most_segments`); ``segments_M`` where it is empty.
+    (:func:`..groups.Groups.most_RM`); ``segments_M`` where it is empty.
 
     >>> first_stage = SegmentedSchedule((1, 2))(1, 2, 1).by_stage[0]
     >>> [(o.direction.name[0], o.micro_batch, o.segment) for o in first_stage]
@@ -302,10 +289,11 @@ def meeting_order(segments_RM: np.ndarray, cp_sizes_RM: np.ndarray, stages: int)
     Raises:
         PlanError: the ranks of a micro-batch have other numbers of segments.
     """
-    segments_J, first_J = segments_RM.reshape(-1), first_places(cp_sizes_RM)
+    groups, segments_J = Groups(cp_sizes_RM), segments_RM.reshape(-1)
+    first_J = groups.first_J
     if (segments_J != segments_J[first_J]).any():
         raise PlanError("ranks that share a micro-batch must have equally many segments of it")
-    whole = segmented_order(most_segments(cp_sizes_RM, segments_RM).tolist(), stages)
+    whole = segmented_order(groups.most_RM(segments_RM).tolist(), stages)
     order = _without_others(whole, segments_J, stages)
     largest, none = int(cp_sizes_RM.max()), order.on_stage_PO.size
     if largest == 1:
@@ -332,10 +320,15 @@ def most_tokens_in_flight(order: PipelineOrder, tokens_U: np.ndarray) -> np.ndar
 
     ``tokens_U``: [..., U] of every segment of every micro-batch.
     """
+    return np.asarray(tokens_in_flight(order, tokens_U).max(axis=-1))
+
+
+def tokens_in_flight(order: PipelineOrder, tokens_U: np.ndarray) -> np.ndarray:
+    """[..., P, O] tokens of chunk forwards whose backward has not ended, on each stage after each
+    of its operations; pipeline after pipeline."""
     tokens_PO = tokens_U[..., order.on_stage_PO % tokens_U.shape[-1]]
     is_forward_PO = order.on_stage_PO < order.on_stage_PO.size // 2
-    held_PO = np.where(is_forward_PO, tokens_PO, -tokens_PO).cumsum(axis=-1)
-    return np.asarray(held_PO.max(axis=-1))
+    return np.asarray(np.where(is_forward_PO, tokens_PO, -tokens_PO).cumsum(axis=-1))
 
 
 def _forwards_ahead(

@@ -5,8 +5,7 @@ An operation starts when its stage has finished the operation before it and its 
 The order and the inputs are those of the :data:`.orders.Schedule` that the times are of. Ranks that
 share a micro-batch begin each of its operations together. A lockstep group is one rank.
 
-Shape legend: R data-parallel ranks or candidate pipelines, O operations, X columns of R in
-:attr:`.Members.order`.
+Shape legend: R data-parallel ranks or candidate pipelines, O operations.
 """
 
 import numpy as np
@@ -22,8 +21,8 @@ def makespans_ms(times: OperationTimes) -> np.ndarray:
     graph, members = times.graph, times.members
     if graph.last_PR.size == 1 and not members.share:
         return _work_of_one_stage_R(times)
-    ends_RX = _finish_OX(times)[graph.last_PR].max(axis=0)
-    return members.back_in_order(ends_RX).reshape(-1)
+    finish_OX = graph.finish_OX(graph.durations_OX(times.ms_OR), members)
+    return np.asarray(finish_OX[graph.last_PR].max(axis=0).reshape(-1))
 
 
 def operations_through_ms(times: OperationTimes) -> np.ndarray:
@@ -36,7 +35,7 @@ def operations_through_ms(times: OperationTimes) -> np.ndarray:
     graph, members = times.graph, times.members
     if graph.last_PR.size == 1 and not members.share:
         return np.broadcast_to(_work_of_one_stage_R(times), times.ms_OR.shape)
-    tail = graph.durations_OX(members.in_order(times.ms_OR))
+    tail = graph.durations_OX(times.ms_OR)
     finish = graph.finish_OX(tail.copy(), members)[:-1]
     rest = np.zeros_like(finish)
     for wave in reversed(graph.waves):
@@ -51,13 +50,7 @@ def operations_through_ms(times: OperationTimes) -> np.ndarray:
         through_tail += after
     through = np.empty_like(finish)
     through[graph.run_O] = finish + rest
-    return members.back_in_order(through)
-
-
-def _finish_OX(times: OperationTimes) -> np.ndarray:
-    members = times.members
-    durations_OX = times.graph.durations_OX(members.in_order(times.ms_OR))
-    return times.graph.finish_OX(durations_OX, members)
+    return through
 
 
 def _work_of_one_stage_R(times: OperationTimes) -> np.ndarray:

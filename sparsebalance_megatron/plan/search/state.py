@@ -8,7 +8,6 @@ of every column, I levels of cp_size, E lockstep groups of W ranks, I pairs of t
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import first_places
 from sparsebalance_megatron.plan.step_costs import StepCosts, joined
 
 SEQUENCES, TOKENS, BLOCKS = -3, -2, -1
@@ -30,12 +29,12 @@ class Contents:
 
     def __init__(self, costs: StepCosts, work_2SX: np.ndarray, *, shared: bool = True) -> None:
         samples, own = len(costs.lengths_tokens_S), costs.own
-        keys = [costs.chunk_of_X[None, :own], work_2SX[..., :own].reshape(2 * samples, -1)]
-        _, first_X, alike_X = np.unique(
-            np.concatenate(keys), axis=1, return_index=True, return_inverse=True
-        )
-        self._chunk_of_X = np.append(costs.chunk_of_X[first_X], costs.chunk_of_X[own:])
-        column_X = np.append(alike_X, len(first_X) + np.arange(costs.chunks))
+        work_XI = work_2SX[..., :own].reshape(2 * samples, own).T.tolist()
+        keys = list(zip(costs.chunk_of_X[:own].tolist(), map(tuple, work_XI), strict=True))
+        number_of = {key: number for number, key in enumerate(sorted(set(keys)))}
+        chunk_of_own = [chunk for chunk, _ in number_of]
+        self._chunk_of_X = np.concatenate([chunk_of_own, costs.chunk_of_X[own:]]).astype(np.int64)
+        column_X = [*map(number_of.__getitem__, keys), *len(number_of) + np.arange(costs.chunks)]
         in_column = column_X == np.arange(len(self._chunk_of_X))[:, None]
         work, dense, exchange, sequence, constant = (
             np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
@@ -104,7 +103,7 @@ class State:
         self.cp_size_J = start.cp_sizes_RM.reshape(-1).copy()
         self.has_JX = np.zeros((len(self.cp_size_J), contents.of_sample_SX.shape[1]))
         np.add.at(self.has_JX, self.place_S, contents.of_sample_SX)
-        first_J = first_places(start.cp_sizes_RM)
+        first_J = start.groups.first_J
         rank_J = first_J // self.positions
         self.ms_JF = contents.ms(self.has_JX[first_J], self.cp_size_J, rank_J)
 

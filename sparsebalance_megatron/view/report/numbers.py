@@ -164,16 +164,15 @@ def compare(baseline: RunLog, balanced: RunLog) -> Comparison:
             f"{odd[0][0].iteration}: other samples, so steps are not compared one by one"
         )
         pairs = []
-    timed = [
-        (old.iteration_ms, new.iteration_ms)
-        for old, new in pairs
-        if old.iteration_ms is not None and new.iteration_ms is not None
-    ]
+    steps_ms = np.array(
+        [(old.iteration_ms, new.iteration_ms) for old, new in pairs], dtype=np.float64
+    ).reshape(-1, 2)
+    before_ms, after_ms = steps_ms[np.isfinite(steps_ms).all(axis=1)].sum(axis=0).tolist()
     before, after = (summarize(log.steps, log.header) for log in (baseline, balanced))
     return Comparison(
         baseline=before,
         sparse_balance=after,
-        speedup=sum(old for old, _ in timed) / sum(new for _, new in timed) if timed else None,
+        speedup=before_ms / after_ms if after_ms else None,
         problems=tuple(problems),
         explanation=explain(pairs),
         differences=differing,
@@ -187,9 +186,8 @@ def summarize(steps: Sequence[StepRecord], header: RunHeader | None = None) -> R
     varying = len(tokens) > 2 and tokens[1:].std() > 0.0 < tokens[:-1].std()
     times_ms = [step.iteration_ms for step in after if step.iteration_ms]
     rates = counted_rates(header.device) if header else None
-    flops, gpu_ms = 0.0, sum(times_ms) * ((header and header.world_size) or 0)
-    if rates:
-        flops = 1e12 * sum(step.tflops or 0.0 for step in after if step.iteration_ms)
+    gpu_ms = sum(times_ms) * ((header and header.world_size) or 0)
+    flops = 1e12 * sum(step.tflops or 0.0 for step in after if step.iteration_ms)
     return RunSummary(
         steps=len(steps),
         warm_up_steps=len(steps) - len(after),
@@ -219,11 +217,9 @@ def window_losses(steps: Sequence[StepRecord]) -> dict[int, float]:
 
 def tokens_per_second(steps: Sequence[StepRecord], header: RunHeader | None) -> float | None:
     """Tokens a second of a GPU over steps of known time; None where the log names no GPUs."""
-    timed = [step for step in steps if step.iteration_ms]
-    seconds = sum(step.iteration_ms or 0.0 for step in timed) / 1e3
-    if header is None or not header.world_size or not seconds:
-        return None
-    return sum(step.tokens for step in timed) / seconds / header.world_size
+    gpu_ms = sum(step.iteration_ms or 0.0 for step in steps) * ((header and header.world_size) or 0)
+    tokens = sum(step.tokens for step in steps if step.iteration_ms)
+    return tokens / (gpu_ms / 1e3) if gpu_ms else None
 
 
 def _over_steps(steps: Sequence[StepRecord], name: str) -> float | None:

@@ -4,7 +4,6 @@
 import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,59 +45,47 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 _WITHOUT_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-_NARROW_INCHES, _WIDE_INCHES = 9.0, 13.0
-_BARS_PER_INCH = 7.0
+_WIDTH_INCHES = 11.0
 _EDGES_PER_ROW = 100.0
 """Points of a row's width that edges take at most."""
 _MOST_ROWS = 16
 _LARGEST_RATIO_ON_ONE_AXIS = 6.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Picture:
-    """An SVG element, and what is known about it and not drawn."""
-
-    svg: str
-    remarks: tuple[str, ...]
-
-
-def step_picture(timelines: Mapping[str, Timeline]) -> Picture:
-    """Stages of ranks as rows, time to the right; what no bar covers is waiting."""
+def step_picture(timelines: Mapping[str, Timeline]) -> tuple[str, list[str]]:
+    """Stages of ranks as rows, time to the right; what no bar covers is waiting. An SVG element,
+    and what is known and not drawn."""
     views = list(timelines.values())
     shown = _shown_places(views)
-    most_bars = max(len(spans) for view in views for spans in view.spans.values())
-    width = float(np.clip(most_bars / _BARS_PER_INCH, _NARROW_INCHES, _WIDE_INCHES))
     remarks = [
         f"{name}: {'; '.join(view.remarks)}" for name, view in timelines.items() if view.remarks
     ]
     ends_ms = [max(view.makespan_ms, 1e-9) for view in views]
     if max(ends_ms) <= _LARGEST_RATIO_ON_ONE_AXIS * min(ends_ms):
         ends_ms = [max(ends_ms)] * len(ends_ms)
-    ranks, drawn = (
-        len({rank for rank, _ in places})
-        for places in ([place for view in views for place in view.spans], shown)
-    )
+    ranks = {rank for view in views for rank, _ in view.spans}
+    drawn = {rank for rank, _ in shown}
     if drawn < ranks:
-        remarks.append(f"{drawn} of {ranks} ranks, from the first to finish to the last")
+        remarks.append(f"{len(drawn)} of {len(ranks)} ranks, from the first to finish to the last")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows_height = float(np.clip(1.5 / len(shown), 0.16, 0.25)) * len(shown)
-    size = width, (rows_height + 0.5) * len(views) + 0.3
+    size = _WIDTH_INCHES, (rows_height + 0.5) * len(views) + 0.3
     with rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         panels = figure.subplots(len(views), squeeze=False)[:, 0]
         for axes, (name, view), end_ms in zip(panels, timelines.items(), ends_ms, strict=True):
             _draw_step(axes, view, shown)
             axes.set_xlim(0.0, end_ms)
-            waiting = 1.0 - view.busy_share
-            axes.set_title(
-                f"{name}: {shown_ms(view.makespan_ms)} ms, stages wait {waiting:.0%} of it"
-            )
+            title = f"{name}: {shown_ms(view.makespan_ms)} ms"
+            if view.waiting_share is not None:
+                title += f", stages wait {view.waiting_share:.0%} of it"
+            axes.set_title(title)
         handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
         figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))
-        return Picture(svg=_svg(figure), remarks=tuple(remarks))
+        return _svg(figure), remarks
 
 
 def history_picture(logs: Mapping[str, RunLog]) -> str:
@@ -141,7 +128,7 @@ def _svg(figure: "Figure") -> str:
     return text[text.index("<svg") :]
 
 
-def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
+def _shown_places(views: Sequence[Timeline]) -> list[Place]:
     """All places, or those of ranks evenly chosen from the slowest to the fastest."""
     places = sorted({place for view in views for place in view.spans})
     most = max(1, _MOST_ROWS // len({stage for _, stage in places}))
@@ -149,11 +136,11 @@ def _shown_places(views: Sequence[Timeline]) -> tuple[Place, ...]:
     for (rank, _), spans in views[0].spans.items():
         end_ms[rank] = max(end_ms.get(rank, 0.0), *(span.end_ms for span in spans))
     if len(end_ms) <= most:
-        return tuple(places)
+        return places
     slowest_first = sorted(end_ms, key=lambda rank: (-end_ms[rank], rank))
     evenly = np.linspace(0, len(slowest_first) - 1, most).round().astype(int)
     chosen = {slowest_first[number] for number in evenly.tolist()}
-    return tuple(place for place in places if place[0] in chosen)
+    return [place for place in places if place[0] in chosen]
 
 
 def _draw_step(axes: "Axes", view: Timeline, shown: Sequence[Place]) -> None:

@@ -140,7 +140,7 @@ def picture_of_both(run: RunLog, baseline: RunLog) -> tuple[int, str]:
         raise ReportError(
             f"{baseline.directory} and {run.directory} share no step with measured times"
         )
-    return iteration, step_picture(timelines).svg
+    return iteration, step_picture(timelines)[0]
 
 
 def render_page(report: Report) -> str:
@@ -152,7 +152,12 @@ def render_page(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    step = step_picture(report.timelines) if report.timelines else None
-    history = history_picture(report.logs)
+    step, remarks = step_picture(report.timelines) if report.timelines else ("", [])
     template = environment.get_template("report.html.j2")
-    return template.render(report=report, step=step, history=history, words=words).lstrip()
+    return template.render(
+        report=report,
+        step=step,
+        step_remarks=remarks + list(report.missing),
+        history=history_picture(report.logs),
+        words=words,
+    ).lstrip()

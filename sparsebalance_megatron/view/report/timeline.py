@@ -4,8 +4,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.records import Place, RankStep, StepRecord
 
@@ -17,24 +15,17 @@ _LONGEST_WAIT_S = 60.0
 class Timeline:
     """One step of one run: forwards and backwards of every stage, in ms since the step began.
 
-    ``waited_ms``: of all spans together, for other ranks in their layers. ``remarks``: what is not
-    in it.
+    ``waiting_share``: of the step's time, the mean over stages; None where it was not measured.
+    ``remarks``: what is not in it.
     """
 
     spans: Mapping[Place, Sequence[Span]]
-    waited_ms: float = 0.0
+    waiting_share: float | None = None
     remarks: tuple[str, ...] = ()
 
     @property
     def makespan_ms(self) -> float:
         return max(span.end_ms for spans in self.spans.values() for span in spans)
-
-    @property
-    def busy_share(self) -> float:
-        """Computing time over the time that all stages together have until the step's end."""
-        available_ms = self.makespan_ms * len(self.spans)
-        busy_ms = sum(span.ms for spans in self.spans.values() for span in spans) - self.waited_ms
-        return busy_ms / available_ms if available_ms else 1.0
 
 
 def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Timeline | None:
@@ -44,34 +35,28 @@ def measured_timeline(record: StepRecord, ranks: Mapping[Place, RankStep]) -> Ti
     ranks begin a step together to within what they wait for data, so clocks that lie further apart
     were set wrong, or set anew in the middle of the step.
     """
-    spoken = {place: step for place, step in sorted(ranks.items()) if step.spans}
-    if not spoken:
+    starts_s = {
+        place: step.start_unix_s
+        for place, step in sorted(ranks.items())
+        if step.spans and step.start_unix_s is not None
+    }
+    if not starts_s:
         return None
-    starts_s = {place: step.start_unix_s for place, step in spoken.items()}
-    known_s = [start_s for start_s in starts_s.values() if start_s is not None]
     remarks = []
-    if missing := [place for place in record.places if place not in spoken]:
+    if missing := [place for place in record.places if place not in starts_s]:
         remarks.append(f"{named_places(missing)}: nothing logged of this step")
-    if len(known_s) < len(spoken):
-        remarks.append("ranks without a wall-clock time are drawn from the step's start")
-    first_s = min(known_s, default=0.0)
-    longest_ms = max(span.end_ms for step in spoken.values() for span in step.spans)
-    if max(known_s, default=0.0) - first_s > _LONGEST_WAIT_S + longest_ms / 1e3:
+    longest_ms = max(span.end_ms for place in starts_s for span in ranks[place].spans)
+    if max(starts_s.values()) - min(starts_s.values()) > _LONGEST_WAIT_S + longest_ms / 1e3:
         remarks.append("the wall clocks of ranks disagree: all are drawn from the step's start")
-        starts_s = dict.fromkeys(spoken, None)
-    spans = {}
-    for place, step in spoken.items():
-        start_s = starts_s[place]
-        offset_ms = 0.0 if start_s is None else (start_s - first_s) * 1e3
+        starts_s = dict.fromkeys(starts_s, 0.0)
+    first_s, spans = min(starts_s.values()), {}
+    for place, start_s in starts_s.items():
+        offset_ms = (start_s - first_s) * 1e3
         spans[place] = [
             span._replace(start_ms=offset_ms + span.start_ms, end_ms=offset_ms + span.end_ms)
-            for span in step.spans
+            for span in ranks[place].spans
         ]
-    waiting_2RPVM, waited_ms = record.measured.waiting_2RPVM, 0.0
-    if waiting_2RPVM is not None:
-        places = [place for place in record.places if place in spans]
-        waited_ms = float(sum(np.nansum(waiting_2RPVM[:, rank, stage]) for rank, stage in places))
-    return Timeline(spans=spans, waited_ms=waited_ms, remarks=tuple(remarks))
+    return Timeline(spans=spans, waiting_share=record.figures.waiting_share, remarks=tuple(remarks))
 
 
 def named_places(places: Sequence[Place]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from sparsebalance_megatron.log.reader import RankLogs, RunLog
-from sparsebalance_megatron.log.records import SIDES, Place, RunHeader, StepRecord
+from sparsebalance_megatron.log.records import Place, RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.pipeline.operation_times import stage_busy_ms
 from sparsebalance_megatron.text_table import printable, shown_ms
@@ -22,32 +22,24 @@ _SLOW = 1.05
 def headline(numbers: RunSummary | Comparison) -> str:
     """The speedup, or without a baseline the parts of the mean step."""
     if isinstance(numbers, Comparison):
-        return speedup_text(numbers)
-    if numbers.split is None:
-        return "No step of this run was measured whole."
+        if numbers.speedup is None:
+            return (
+                "Speedup over the baseline: not measured. The runs share no timed step of equal "
+                "samples."
+            )
+        words, why = f"Measured: {_times_as_fast(numbers)} as the baseline", numbers.explanation
+        if why is None:
+            return f"{words}."
+        steps_ms = f"{shown_ms(why.run.step_ms)} ms instead of {shown_ms(why.baseline.step_ms)} ms"
+        return f"{words}: a mean step takes {steps_ms}."
     split = numbers.split
-    compute, waiting, rest = (
-        f"{part_ms / split.step_ms:.0%}"
-        for part_ms in (split.compute_ms, split.waiting_ms, split.rest_ms)
-    )
+    if split is None:
+        return "No step of this run was measured whole."
     return (
-        f"Measured: a mean step takes {shown_ms(split.step_ms)} ms: {compute} computing, {waiting} "
-        f"waiting, {rest} the rest."
-    )
-
-
-def speedup_text(comparison: Comparison, baseline: str = "the baseline") -> str:
-    if comparison.speedup is None:
-        return (
-            f"Speedup over {baseline}: not measured. The runs share no timed step of equal samples."
-        )
-    words = f"Measured: {_times_as_fast(comparison)} as {baseline}"
-    why = comparison.explanation
-    if why is None:
-        return f"{words}."
-    return (
-        f"{words}: a mean step takes {shown_ms(why.run.step_ms)} ms instead of "
-        f"{shown_ms(why.baseline.step_ms)} ms."
+        f"Measured: a mean step takes {shown_ms(split.step_ms)} ms: "
+        f"{split.compute_ms / split.step_ms:.0%} computing, "
+        f"{split.waiting_ms / split.step_ms:.0%} waiting, "
+        f"{split.rest_ms / split.step_ms:.0%} the rest."
     )
 
 
@@ -93,14 +85,15 @@ def changes(numbers: RunSummary | Comparison, beside: Mapping[str, Beside]) -> l
 
 
 def caveats(numbers: RunSummary | Comparison) -> list[str]:
+    """What the numbers include, once where it holds for every run."""
     notices = {name: lockstep_notice(run.lockstep_ranks) for name, run in _by_name(numbers).items()}
-    alike = len(set(notices.values())) == 1
-    named = [
-        notice if alike else f"{name.capitalize()}: {notice}"
+    if len(set(notices.values())) == 1:
+        notices = {"": notices["run"]}
+    return [
+        f"{name.capitalize()}: {notice}" if name else notice
         for name, notice in notices.items()
         if notice
     ]
-    return list(dict.fromkeys(named))
 
 
 def settings_that_differ(
@@ -239,9 +232,8 @@ def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:
     alike = [each for each in steps if each.shape[:2] == steps[-1].shape[:2] and each.complete]
     if not alike or len(alike[-1].places) < 2:
         return None
-    predicted_RP, measured_RP = (
-        np.sum([stage_busy_ms(each.times_2RPVM(side)) for each in alike], axis=0) for side in SIDES
-    )
+    predicted_RP = np.sum([stage_busy_ms(each.predicted.times_2RPVM) for each in alike], axis=0)
+    measured_RP = np.sum([stage_busy_ms(each.measured.own_2RPVM) for each in alike], axis=0)
     if not (predicted_RP > 0.0).all():
         return None
     ratio_RP = measured_RP / predicted_RP

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention.cases import SCALE, assert_exact, make_case, saved
+from attention.cases import SCALE, assert_exact, inputs_of, make_case, saved
 from attention.sequence.slices import slices_of
 from oracles import flash_attention_4
 from torch import Tensor
@@ -109,7 +109,7 @@ def test_pieces_of_a_slice_are_alike_on_cuda(request: pytest.FixtureRequest) -> 
     for fixture in (None, "stand_ins"):
         if fixture:
             request.getfixturevalue(fixture)
-        results = pieces.forward(q, k, v, lists, softmax_scale=SCALE)
+        results = pieces.forward(inputs_of(q, k, v, lists))
         gradients = pieces.backward(dout, saved(q, k, v, *results, lists))
         found.append((*results, *gradients))
     for ours, expected in zip(*found, strict=True):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention.cases import SCALE, Case, assert_exact, make_case, saved
+from attention.cases import SCALE, Case, assert_exact, inputs_of, make_case, saved
 from harness import PROGRAMS, python_environment
 from oracles import flash_attention_4
 
@@ -67,7 +67,7 @@ def test_documents_and_rectangles_are_those_of_the_cpu(seed: int) -> None:
     lse = 5.0 + randn(queries, kv_heads * group)
     of_parts = saved(q, k, v, out, lse, lists)
     ours, expected = (
-        (*each.forward(q, k, v, lists, softmax_scale=SCALE), *each.backward(dout, of_parts))
+        (*each.forward(inputs_of(q, k, v, lists)), *each.backward(dout, of_parts))
         for each in (fa4, dense)
     )
     assert_exact(ours, expected)
@@ -217,7 +217,7 @@ def test_random_lists_are_those_of_the_reference(
 
     q, dout, other = (randn(layouts.query_layout, kv_heads * group_size, 8) for _ in range(3))
     k, v = (randn(layouts.kv_layout, kv_heads, 8) for _ in range(2))
-    forwards = [x.forward(q, k, v, lists, softmax_scale=SCALE) for x in (fa4_lists, reference)]
+    forwards = [x.forward(inputs_of(q, k, v, lists)) for x in (fa4_lists, reference)]
     merged = merge_partials(*forwards[1], other, other[..., 0])
     of_parts = saved(q, k, v, *merged, lists)
     backwards = [x.backward(dout, of_parts) for x in (fa4_lists, reference)]

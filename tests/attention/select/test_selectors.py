@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention.cases import SCALE, SELECTORS, drawn, ranked, selected
+from attention.cases import SELECTORS, drawn, ranked, selected
 from attention.selector_check import Found, check_lists
 
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
@@ -171,17 +171,6 @@ def test_infinity_ranks_first_and_nan_last_of_the_others() -> None:
         row = 5 * BLOCK if selector.by_token else 5
         assert indices_QCK[row, 0].tolist() == [5, 0, 4, 3, 2, 1, -1, -1, -1], selection
         assert selector.coverage(ranking).isnan().all()
-
-
-def test_last_queries_must_lie_here() -> None:
-    """Those of some blocks are not those of every document."""
-    q_THD, k_TGD = drawn(157, 4, 2)
-    layouts = LayoutPair.of_blocks(packed_layout([0, 8, 16], 8, "cpu"), LAYOUT, [3, 4])
-    selector = SELECTORS["vertical-slash-last-queries"]
-    summaries = selector.summaries(q_THD, k_TGD, LAYOUT)
-    how = {"softmax_scale": SCALE, "max_budget": 4, "observe": False}
-    with pytest.raises(ValueError, match="the last queries of every document"):
-        selector.rank(q_THD[24:40], summaries, layouts, **how)
 
 
 @pytest.mark.parametrize("own_blocks", [[0, 1], [0, 1, 99], [-1, 1, 2], [0, 1, 2]])

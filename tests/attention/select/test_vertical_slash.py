@@ -18,20 +18,18 @@ from oracles import vertical_slash as oracle
 from torch import Tensor
 
 from sparsebalance_megatron.attention.layout import LayoutPair, packed_layout
-from sparsebalance_megatron.attention.select import selector_named, vertical_slash
+from sparsebalance_megatron.attention.select import vertical_slash
 from sparsebalance_megatron.attention.select.ranking import Ranking, column_blocks
-from sparsebalance_megatron.attention.select.vertical_slash import VerticalSlash
+from sparsebalance_megatron.attention.select.vertical_slash import VERTICAL_SLASH
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.cost.work_model import work_model_named
 
 BLOCK, SCALE = 8, 0.8
-CAUSAL, LAST = VerticalSlash(), VerticalSlash(needs_whole_documents=True)
-BOTH = {"vertical-slash": CAUSAL, "vertical-slash-last-queries": LAST}
+SELECTOR, WORK = VERTICAL_SLASH, work_model_named("vertical-slash")
 CU_SEQLENS = [0, 21, 120, 157]
 
 
 def _ranking(
-    selector: VerticalSlash,
     inputs: Sequence[Tensor],
     cu_seqlens: list[int],
     *,
@@ -39,7 +37,7 @@ def _ranking(
     **options: Any,
 ) -> Ranking:
     layout = packed_layout(cu_seqlens, block_size, "cpu")
-    return ranked(selector, inputs, layout, softmax_scale=SCALE, **options)
+    return ranked(SELECTOR, inputs, layout, softmax_scale=SCALE, **options)
 
 
 def _choices(selection: Selection) -> dict[tuple[int, int], oracle.Choice]:
@@ -55,30 +53,25 @@ def _same_lists(a: Selection, b: Selection) -> bool:
     return _choices(a) == _choices(b)
 
 
-@pytest.mark.parametrize("name", BOTH)
 @pytest.mark.parametrize(
     ("cu_seqlens", "kv_heads"), [(CU_SEQLENS, 2), ([0, 1, 2, 51, 140], 1), ([0, 96], 4)]
 )
-def test_lists_and_coverage_are_the_definitions(
-    name: str, cu_seqlens: list[int], kv_heads: int
-) -> None:
+def test_lists_and_coverage_are_the_definitions(cu_seqlens: list[int], kv_heads: int) -> None:
     """At every budget. 21, 99 and 37 tokens in blocks of 8: last blocks are short.
 
     Faults 3, 7 and 9: budgets capped by the tokens at hand, no packed sequences, and one probe at
     the end of all.
     """
     inputs = drawn(cu_seqlens[-1], 4, kv_heads)
-    ranking = _ranking(BOTH[name], inputs, cu_seqlens, observe=True)
-    orders = oracle.ranked(
-        *inputs, cu_seqlens, BLOCK, SCALE, looks_ahead=name == "vertical-slash-last-queries"
-    )
+    ranking = _ranking(inputs, cu_seqlens, observe=True)
+    orders = oracle.ranked(*inputs, cu_seqlens, BLOCK, SCALE)
     seen = oracle.seen_by_blocks(*inputs, cu_seqlens, BLOCK, SCALE)
-    curves_SK = selector_named(name).coverage(ranking)
+    curves_SK = SELECTOR.coverage(ranking)
     for budget in range(1, curves_SK.shape[1] + 1):
         expected = {
             key: oracle.cut(order, budget, cu_seqlens, BLOCK) for key, order in orders.items()
         }
-        selection = selector_named(name).select(ranking, torch.full((len(cu_seqlens) - 1,), budget))
+        selection = SELECTOR.select(ranking, torch.full((len(cu_seqlens) - 1,), budget))
         assert _choices(selection) == expected
         covered = oracle.coverage(seen, cu_seqlens, BLOCK, expected)
         torch.testing.assert_close(
@@ -91,7 +84,6 @@ def test_lists_and_coverage_are_the_definitions(
 
 @given(
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
-    name=st.sampled_from(tuple(BOTH)),
     group=st.sampled_from([1, 2, 4]),
     block_size=st.sampled_from([1, 2, 8, 16]),
     budgets=st.tuples(st.integers(1, 20), st.integers(1, 20)),
@@ -100,7 +92,6 @@ def test_lists_and_coverage_are_the_definitions(
 )
 def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
     lengths: list[int],
-    name: str,
     group: int,
     block_size: int,
     budgets: tuple[int, int],
@@ -119,10 +110,10 @@ def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
     low, high = sorted(budgets)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vertical_slash, "SCORES_AT_ONCE", chunk_elements)
-        wide = _ranking(BOTH[name], inputs, cu_seqlens, block_size=block_size, max_budget=high)
-        narrow = _ranking(BOTH[name], inputs, cu_seqlens, block_size=block_size, max_budget=low)
-    found = [BOTH[name].select(wide, torch.full((len(lengths),), budget)) for budget in (low, high)]
-    assert _same_lists(BOTH[name].select(narrow, torch.full((len(lengths),), low)), found[0])
+        wide = _ranking(inputs, cu_seqlens, block_size=block_size, max_budget=high)
+        narrow = _ranking(inputs, cu_seqlens, block_size=block_size, max_budget=low)
+    found = [SELECTOR.select(wide, torch.full((len(lengths),), budget)) for budget in (low, high)]
+    assert _same_lists(SELECTOR.select(narrow, torch.full((len(lengths),), low)), found[0])
     read: list[set[int]] = []
     for selection, budget in zip(found, (low, high), strict=True):
         pairs = 0.0
@@ -147,22 +138,17 @@ def test_a_budget_buys_the_keys_of_so_many_blocks_and_no_key_twice(
     half = len(read) // 2
     for small, large in zip(read[:half], read[half:], strict=True):
         assert small <= large
-    predicted = work_model_named(name).attended_pairs(torch.tensor(lengths) / block_size, high)
+    predicted = WORK.attended_pairs(torch.tensor(lengths) / block_size, high)
     assert pairs / (4 // group) == pytest.approx(predicted.sum(), rel=1e-6)
 
 
 def test_the_work_model_knows_the_probes_and_the_columns() -> None:
-    for name, selector in BOTH.items():
-        assert selector_named(name) == selector
-        entries = [
-            work_model_named(name).list_entries_per_token(
-                heads=8, groups=2, block_size=64, budget_blocks=budget
-            )
-            for budget in range(99)
-        ]
-        assert entries == [2 * (budget / 64 + column_blocks(budget)) for budget in range(99)]
-        scores = work_model_named(name).scores_per_visible_pair(3, 1, 64)
-        assert scores == vertical_slash._PROBE_TOKENS * 3 * 64
+    entries = [
+        WORK.list_entries_per_token(heads=8, groups=2, block_size=64, budget_blocks=budget)
+        for budget in range(99)
+    ]
+    assert entries == [2 * (budget / 64 + column_blocks(budget)) for budget in range(99)]
+    assert WORK.scores_per_visible_pair(3, 1, 64) == vertical_slash._PROBE_TOKENS * 3 * 64
 
 
 def test_nothing_falls_back_silently() -> None:
@@ -171,20 +157,20 @@ def test_nothing_falls_back_silently() -> None:
     inputs, layout = drawn(157, 4, 2), packed_layout(CU_SEQLENS, BLOCK, "cpu")
     elsewhere = LayoutPair.of_blocks(packed_layout([0, 8, 16], BLOCK, "cpu"), layout, [0, 1])
     options = {"softmax_scale": SCALE, "max_budget": 3, "observe": False}
-    keys = CAUSAL.summaries(*inputs, layout)
+    keys = SELECTOR.summaries(*inputs, layout)
     with pytest.raises(ValueError, match="16 tokens as in its layout"):
-        CAUSAL.rank(inputs[0], keys, elsewhere, **options)
+        SELECTOR.rank(inputs[0], keys, elsewhere, **options)
     with pytest.raises(ValueError, match="157 tokens as in its layout"):
-        CAUSAL.rank(inputs[0][:9], keys, LayoutPair.within(layout), **options)
+        SELECTOR.rank(inputs[0][:9], keys, LayoutPair.within(layout), **options)
 
 
 def test_coverage_between_measured_budgets_lies_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = drawn(20 * BLOCK, 4, 2)
-    exact = CAUSAL.coverage(_ranking(CAUSAL, inputs, [0, 20 * BLOCK], observe=True))[0]
+    exact = SELECTOR.coverage(_ranking(inputs, [0, 20 * BLOCK], observe=True))[0]
     monkeypatch.setattr(vertical_slash, "_EXACT_BUDGETS", 8)
     budgets = vertical_slash.observed_budgets(20)
     assert budgets == (*range(1, 9), 10, 12, 15, 18, 20)
-    between = CAUSAL.coverage(_ranking(CAUSAL, inputs, [0, 20 * BLOCK], observe=True))[0]
+    between = SELECTOR.coverage(_ranking(inputs, [0, 20 * BLOCK], observe=True))[0]
     for budget in range(1, 21):
         low = max(one for one in budgets if one <= budget)
         high = min(one for one in budgets if one >= budget)

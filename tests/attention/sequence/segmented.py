@@ -19,9 +19,7 @@ from sparsebalance_megatron.attention.sequence.exchange import rank_slice, seque
 from sparsebalance_megatron.attention.sequence.slice import SequenceGroup
 
 CU_SEQLENS, BUDGETS, BLOCK, BLOCKS = [0, 1, 2, 30, 51, 190, 203], [1, 3, 2, 3, 4, 2], 8, 29
-CAUSAL = {
-    name: selector for name, selector in SELECTORS.items() if name != "vertical-slash-last-queries"
-} | {"quest": example_selector()}
+EVERY_SELECTOR = SELECTORS | {"quest": example_selector()}
 
 
 @dataclass

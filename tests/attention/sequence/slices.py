@@ -3,12 +3,12 @@
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
-from attention.cases import SCALE, Case, on_device, saved
+from attention.cases import Case, inputs_of, on_device, saved
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -85,27 +85,17 @@ class InOneProcess:
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         self._k, self._v = k, v
-        self.added: list[Tensor] = []
 
     def parts(
         self, k: Tensor, v: Tensor, selection: Selection, held: SequenceSlice
     ) -> Iterator[Part]:
-        heads = k.shape[1]
-        for head, (k_head, v_head) in enumerate(
-            zip(self._k.split(1, 1), self._v.split(1, 1), strict=True)
-        ):
-            lists = selection.of_head(head, heads)
-            yield Part(k_TGD=k_head, v_TGF=v_head, selection=lists, kv_head=head)
+        heads = zip(self._k.split(1, 1), self._v.split(1, 1), strict=True)
+        for head, kv_head in enumerate(heads):
+            yield *kv_head, selection.of_head(head, k.shape[1])
 
-    def gradients(self, k: Tensor, held: SequenceSlice) -> "InOneProcess":
-        self._rows = held.tokens_T
-        return self
-
-    def add(self, x: Tensor) -> None:
-        self.added.append(x)
-
-    def result(self) -> Tensor:
-        return torch.cat(self.added, 1)[self._rows]
+    def gradient(self, parts: Iterable[Tensor], dtype: torch.dtype, held: SequenceSlice) -> Tensor:
+        self.added = list(parts)
+        return torch.cat(self.added, 1)[held.tokens_T]
 
 
 def of_members(
@@ -127,7 +117,7 @@ def of_members(
         selection = local_selection(on_device(case.selection, case.device), held)
         rows = held.tokens_T
         inputs = q[rows], k[rows], v[rows]
-        results = exchanging.forward(*inputs, selection, softmax_scale=SCALE)
+        results = exchanging.forward(inputs_of(*inputs, selection))
         dq_local, *_ = exchanging.backward(dout[rows], saved(*inputs, *results, selection))
         out[rows], lse[rows], dq[rows] = *results, dq_local
         added = torch.cat(exchange.added, 1)

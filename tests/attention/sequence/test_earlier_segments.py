@@ -5,13 +5,13 @@ import random
 
 import pytest
 import torch
-from attention.cases import SELECTORS, assert_as_good_as_plain, assert_exact, make_case, ranked
+from attention.cases import assert_as_good_as_plain, assert_exact, make_case, ranked
 from attention.sequence.segmented import (
     BLOCK,
     BLOCKS,
     BUDGETS,
-    CAUSAL,
     CU_SEQLENS,
+    EVERY_SELECTOR,
     Segmented,
     case_of,
     read,
@@ -31,12 +31,12 @@ def _cuts(segments: int, seed: int) -> list[int]:
     return [0, *sorted(random.Random(seed).sample(range(1, BLOCKS), segments - 1))]
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", EVERY_SELECTOR)
 @settings(max_examples=8)
 @given(segments=st.integers(1, 8), seed=st.integers(0, 999), kv_heads=st.sampled_from([1, 2, 4]))
 def test_segments_are_the_whole(name: str, segments: int, seed: int, kv_heads: int) -> None:
     """Lists bit by bit, coverage of all tokens, outputs and gradients to float64's rounding."""
-    case, selector = case_of(kv_heads), CAUSAL[name]
+    case, selector = case_of(kv_heads), EVERY_SELECTOR[name]
     run = Segmented(case, selector, _cuts(segments, seed))
     found = run.run()
     whole, curves_SK = whole_of(case, selector, torch.float64)
@@ -51,14 +51,16 @@ def test_segments_are_the_whole(name: str, segments: int, seed: int, kv_heads: i
 @pytest.mark.parametrize("name", ["token-query-head", "previous-block"])
 def test_segments_lose_no_precision(name: str, dtype: torch.dtype) -> None:
     case = make_case(CU_SEQLENS, BUDGETS, block=BLOCK, head_dim=8, kind=name, dtype=dtype)
-    found = Segmented(case, CAUSAL[name], _cuts(8, 1), dtype).run()
+    found = Segmented(case, EVERY_SELECTOR[name], _cuts(8, 1), dtype).run()
     assert_as_good_as_plain(case, found, dtype, case.plain(torch.float64))
 
 
 @pytest.mark.parametrize("name", ["token-kv-head", "vertical-slash"])
 def test_recomputed_segments_repeat_every_bit(name: str) -> None:
     first, second = (
-        Segmented(case_of(), CAUSAL[name], _cuts(5, 2), torch.float32, recompute=recompute).run()
+        Segmented(
+            case_of(), EVERY_SELECTOR[name], _cuts(5, 2), torch.float32, recompute=recompute
+        ).run()
         for recompute in (False, True)
     )
     assert all(map(torch.equal, first, second))
@@ -66,7 +68,7 @@ def test_recomputed_segments_repeat_every_bit(name: str) -> None:
 
 def test_coverage_of_a_segment_is_that_of_the_tokens_so_far() -> None:
     """A document's curve is the one of its tokens so far, as if it ended there."""
-    case, selector = case_of(), CAUSAL["token-query-head"]
+    case, selector = case_of(), EVERY_SELECTOR["token-query-head"]
     run = Segmented(case, selector, [0, 7, 13])
     run.run()
     end = 51 + 4 * BLOCK
@@ -77,7 +79,7 @@ def test_coverage_of_a_segment_is_that_of_the_tokens_so_far() -> None:
 
 
 def test_nothing_is_kept_after_the_last_backward() -> None:
-    run = Segmented(case_of(), CAUSAL["previous-block"], [0, 5, 9])
+    run = Segmented(case_of(), EVERY_SELECTOR["previous-block"], [0, 5, 9])
     for segment in range(3):
         run.forward(segment)
     assert [len(kept) for kept in vars(run.segments).values() if kept] == [3, 3, 3]
@@ -101,20 +103,13 @@ def test_what_a_recomputed_layer_projected_is_not_kept(recomputed: bool) -> None
 
 
 def test_segments_out_of_order_are_refused() -> None:
-    run = Segmented(case_of(), CAUSAL["previous-block"], [0, 5, 9])
+    run = Segmented(case_of(), EVERY_SELECTOR["previous-block"], [0, 5, 9])
     with pytest.raises(ValueError, match="forward of segment 1 before that of segment 0"):
         run.forward(1)
     for segment in range(3):
         run.forward(segment)
     with pytest.raises(ValueError, match="backward of segment 0 before that of segment 2"):
         run.backward(0)
-
-
-@pytest.mark.parametrize("segment", [0, 1])
-def test_selections_that_need_whole_documents_are_refused(segment: int) -> None:
-    run = Segmented(case_of(), SELECTORS["vertical-slash-last-queries"], [0, 5])
-    with pytest.raises(ValueError, match="use one segment and cp_size 1"):
-        run.forward(segment)
 
 
 @pytest.mark.parametrize("segment_starts_blocks", [[1, 5], [0, 5, 5], [0, 29]])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels import dense
-from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved
 from sparsebalance_megatron.attention.selection import Selection
 from sparsebalance_megatron.attention.sequence.exchange import ExchangingKernel
 from sparsebalance_megatron.attention.sequence.pieces import DensePieces
@@ -70,18 +70,16 @@ def test_members_together_are_one_rank(
             keys = k[rows], v[rows]
         else:
             kernel, keys = pieces, (k, v)
-        out, lse = kernel.forward(q[rows], *keys, selection, softmax_scale=SCALE)
-        torch.testing.assert_close(out, expected[rows].detach(), rtol=0, atol=1e-12)
-        saved = Saved(
+        given = Inputs(
             q_THD=q[rows],
             k_TGD=keys[0],
             v_TGF=keys[1],
-            out_THF=out,
-            lse_TH=lse,
             selection=selection,
             softmax_scale=SCALE,
         )
-        dq, *dkv = kernel.backward(dout[rows], saved)
+        out, lse = kernel.forward(given)
+        torch.testing.assert_close(out, expected[rows].detach(), rtol=0, atol=1e-12)
+        dq, *dkv = kernel.backward(dout[rows], Saved(**vars(given), out_THF=out, lse_TH=lse))
         if by_head:
             dkv = torch.cat(exchange.added, 1).split([head_dim, value_dim], 2)
         sums[0][rows] += dq

@@ -10,21 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import (
-    cost_model,
-    coverage_curves,
     job_shape,
     placed,
-    plan_settings,
+    problem_of,
     random_lengths,
+    step_inputs,
 )
 
-from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.budgets import policy as budget_policies
-from sparsebalance_megatron.plan.budgets.policy import budget_problem, tune
+from sparsebalance_megatron.plan.budgets.policy import tune
 from sparsebalance_megatron.plan.budgets.price import LEVELS, Ladder
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.step_costs import step_costs
 
 
 class Case:
@@ -35,14 +32,11 @@ class Case:
         self.job = job_shape(*shape)
         samples = len(lengths or ()) or self.job.places * int(generator.integers(1, 3))
         lengths = lengths or random_lengths(samples, seed, longest=20000)
-        self.plan_settings = plan_settings(
-            tuning=tuning, base_budget=int(generator.integers(1, 40)), **changes
-        )
-        self.coverage = coverage_curves(self.job.layers, 400, seed=seed, observed=observed)
-        scales = StageScales.ones(self.job.pipeline_stages, self.job.virtual_stages)
-        self.costs = step_costs(lengths, self.job, cost_model(), scales)
+        changes |= {"tuning": tuning, "base_budget": int(generator.integers(1, 40))}
+        inputs = step_inputs(self.job, lengths, seed, max_blocks=400, observed=observed, **changes)
+        self.problem = problem_of(inputs)
+        self.coverage, self.costs = self.problem.coverage, self.problem.costs
         self.micro_batch_of_S = np.arange(samples) % self.job.places
-        self.problem = budget_problem(self.plan_settings, self.costs, self.coverage)
         self.allowed = self.problem.allowed
         self.where = placed(self.micro_batch_of_S, self.job)
         self.tuned = tune(self.problem, self.where)
@@ -77,7 +71,7 @@ def test_floors_hold_and_unknown_curves_do_not_move(seed, shape, tuning, observe
     assert budgets_LS.dtype == np.int32
     assert budgets_LS.min() >= 1
     known_LS = case.coverage.observed_LS(case.costs.blocks_S)
-    assert (budgets_LS[~known_LS] == case.plan_settings.config.base_budget).all()
+    assert (budgets_LS[~known_LS] == case.problem.plan_settings.config.base_budget).all()
     lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(budgets_LS))
     assert lost.max() <= (threshold + 1e-12 if tuning == "anchor" else 0.0)
     if tuning == "raise":
@@ -159,12 +153,11 @@ def test_coverage_is_within_one_step_of_the_best(seed, share):
     counts[:, 8:] = 0
     coverage.observe((1 - np.exp(-rates * grid)) * counts[..., None], counts)
     small = generator.integers(40 * 64, 250 * 64, 3).tolist()
-    chosen = plan_settings(tuning="raise", base_budget=6)
     where = placed([0, 1, 1, 1], job)
 
     def prepared(longest):
-        costs = step_costs([longest, *small], job, cost_model(), StageScales.ones(1))
-        return budget_problem(chosen, costs, coverage)
+        inputs = step_inputs(job, [longest, *small], tuning="raise", base_budget=6)
+        return problem_of(inputs | {"coverage": coverage})
 
     def rank_ms(problem, budgets_LS):
         return makespans_ms(problem.micro_batch_ms(budgets_LS, where))
@@ -215,9 +208,8 @@ def test_filling_ends_early_at_budgets_that_fit(seed, monkeypatch):
 
 def test_samples_with_pinned_budgets_are_like_no_other():
     blocks, pinned_S, job = [5, 9, 9, 4, 3, 9], [2, 3, 0, 2, 2, 0], job_shape(2, 2)
-    costs = step_costs([64 * many for many in blocks], job, cost_model(), StageScales.ones(1))
-    pinned_LS = np.tile(pinned_S, (job.layers, 1))
-    curves = coverage_curves(job.layers, 400)
-    sizes = budget_problem(plan_settings(), costs, curves, pinned_LS).size_S
+    inputs = step_inputs(job, [64 * many for many in blocks])
+    problem = problem_of(inputs | {"pinned_LS": np.tile(pinned_S, (job.layers, 1))})
+    sizes = Ladder.of(problem).size_S
     assert sizes[2] == sizes[5]
     assert len(set(sizes.tolist())) == 5

@@ -7,21 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan.plan_cases import (
-    cost_model,
-    coverage_curves,
-    job_shape,
-    placed,
-    plan_settings,
-    random_lengths,
-)
+from plan.plan_cases import job_shape, placed, problem_of, random_lengths, step_inputs
 
-from sparsebalance_megatron.cost.model import StageScales
-from sparsebalance_megatron.plan.budgets.policy import budget_problem
 from sparsebalance_megatron.plan.budgets.price import LEVELS
 from sparsebalance_megatron.plan.budgets.units import units_of
 from sparsebalance_megatron.plan.search_effort import SearchEffort
-from sparsebalance_megatron.plan.step_costs import step_costs
 
 SEEDS = st.integers(0, 2**32 - 1)
 SHAPES = st.sampled_from([(4, 3, 1, 1), (4, 2, 2, 1), (2, 2, 2, 2)])
@@ -38,10 +28,10 @@ class Case:
         samples = 2 * self.job.places
         lengths = random_lengths(samples, seed, longest=20000)
         slowness_RP = generator.uniform(0.8, 1.3, (shape[0], shape[2]))
-        scales = replace(StageScales.ones(*shape[2:]), slowness_RP=slowness_RP)
-        self.costs = step_costs(lengths, self.job, cost_model(), scales)
-        curves = coverage_curves(self.job.layers, 400, seed=seed, observed=observed)
-        self.problem = budget_problem(plan_settings(base_budget=16), self.costs, curves)
+        choices = {"observed": observed, "base_budget": 16, "max_blocks": 400}
+        inputs = step_inputs(self.job, lengths, seed, slowness_RP=slowness_RP, **choices)
+        self.problem = problem_of(inputs)
+        self.costs = self.problem.costs
         micro_batch_of_S = np.r_[
             np.arange(self.job.places), generator.integers(0, self.job.places, self.job.places)
         ]
@@ -49,6 +39,11 @@ class Case:
         self.pipelines, self.budgets_LS = units_of(self.problem, self.where, SearchEffort(0.0))
         self.rows = self.job.places // lockstep_ranks
         self.level_XC = generator.integers(0, LEVELS + 1, (self.rows, self.costs.chunks))
+
+    @property
+    def ms_2XCQ(self):
+        """Forward and backward of every row at every level."""
+        return self.pipelines.ms(*np.ogrid[: self.rows, : self.costs.chunks, : LEVELS + 1])
 
     def row_ms_XC(self, budgets_LS):
         """Forward and backward of every row, by group and position."""
@@ -70,13 +65,13 @@ def test_budgets_are_within_their_limits_and_rise_with_the_level(
         if before_LS is not None:
             assert (budgets_LS >= before_LS).all()
         before_LS = budgets_LS
-    assert (np.diff(case.pipelines.ms_2YCQ) >= 0.0).all()
+    assert (np.diff(case.ms_2XCQ) >= 0.0).all()
 
 
 @given(SEEDS, SHAPES, st.sampled_from([1, 2, 4]))
 def test_a_level_takes_what_its_units_say(seed, shape, lockstep_ranks):
     case = Case(seed, shape, min(lockstep_ranks, shape[0]))
-    ms_XCQ, level_XC1 = case.pipelines.ms_2YCQ.sum(axis=0), case.level_XC[..., None]
+    ms_XCQ, level_XC1 = case.ms_2XCQ.sum(axis=0), case.level_XC[..., None]
     expected_XC = np.take_along_axis(ms_XCQ, level_XC1, axis=2)[..., 0]
     found_XC = case.row_ms_XC(case.budgets_LS(case.level_XC))
     np.testing.assert_allclose(found_XC, expected_XC, rtol=1e-6)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events of a simulated pipeline, one by one: what tests compare and draw.
 
-Shape legend: R data-parallel ranks or candidate pipelines, O operations, X columns of R in
-:attr:`.Members.order`.
+Shape legend: R data-parallel ranks or candidate pipelines, O operations.
 """
 
 from dataclasses import dataclass
@@ -38,14 +37,12 @@ def simulate(times: OperationTimes) -> tuple[tuple[Event, ...], ...]:
     if not np.isfinite(times.ms_OR).all() or times.ms_OR.min(initial=0.0) < 0:
         raise PlanError("a time of the pipeline is negative or not finite")
     graph, members = times.graph, times.members
-    end_OX = graph.finish_OX(graph.durations_OX(members.in_order(times.ms_OR)), members)
+    end_OR = graph.finish_OX(graph.durations_OX(times.ms_OR), members)
     # Operations begin when their inputs have ended, on all ranks that share them.
-    start_OX = end_OX[np.stack([graph.before_O, *graph.inputs])].max(axis=0)
-    members.maximum(start_OX)
+    start_OR = end_OR[np.stack([graph.before_O, *graph.inputs])].max(axis=0)
+    members.maximum(start_OR)
     runs_as = np.argsort(graph.run_O)[graph.order.on_stage_PO.reshape(-1)]
-    starts, ends = (
-        members.back_in_order(each_OX[runs_as]).T.tolist() for each_OX in (start_OX, end_OX)
-    )
+    starts, ends = (each_OR[runs_as].T.tolist() for each_OR in (start_OR, end_OR))
     running = [
         (stage, operation)
         for stage, operations in enumerate(graph.order.by_stage)

@@ -8,21 +8,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 from plan.plan_cases import random_cp_sizes
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.errors import ConfigError, PlanError
-from sparsebalance_megatron.plan.context_groups import first_places, most_segments
+from sparsebalance_megatron.plan.groups import Groups
 from sparsebalance_megatron.plan.job import Job
+from sparsebalance_megatron.plan.pipeline.graph import order_to_run
 from sparsebalance_megatron.plan.pipeline.orders import (
     MegatronSchedule,
     Operation,
     SegmentedSchedule,
     megatron_order,
     most_tokens_in_flight,
-    order_to_run,
 )
 
 FORWARD, BACKWARD = Direction
@@ -182,11 +182,11 @@ def _drawn_segments(cp_sizes_RM, seed):
     """As many for all ranks of a micro-batch."""
     ranks, positions = cp_sizes_RM.shape
     drawn_RM = np.random.default_rng(seed).integers(1, 5, (ranks, positions))
-    return drawn_RM.reshape(-1)[first_places(cp_sizes_RM)].reshape(ranks, positions)
+    return drawn_RM.reshape(-1)[Groups(cp_sizes_RM).first_J].reshape(ranks, positions)
 
 
 def _schedules(cp_sizes_RM, segments_RM):
-    most_RM = most_segments(cp_sizes_RM, segments_RM)
+    most_RM = Groups(cp_sizes_RM).most_RM(segments_RM)
     return list(map(SegmentedSchedule, _tuples(segments_RM), _tuples(most_RM)))
 
 
@@ -222,6 +222,48 @@ def test_a_rank_with_fewer_segments_leaves_out_the_first_of_others(job):
                 for each in operations
             ]
             assert list(found) == [each for each in renumbered if each.segment >= 0]
+
+
+@st.composite
+def own_orders(draw):
+    """Stages and an order of theirs, in which each runs its backwards as late as it likes."""
+    stages, micro_batches = draw(st.integers(2, 4)), draw(st.integers(1, 5))
+    forwards = st.lists(
+        st.integers(1, micro_batches), min_size=micro_batches, max_size=micro_batches
+    )
+    return _own_order([draw(forwards) for _ in range(stages)])
+
+
+def _own_order(forwards_PM):
+    """The order in which a stage has run so many forwards, or more, before its backwards."""
+    stages, micro_batches = np.shape(forwards_PM)
+    number_M = np.arange(micro_batches)
+    late_PM = np.maximum.accumulate(np.maximum(forwards_PM, number_M + 1), axis=1)
+    place_PO = np.concatenate([np.tile(number_M, (stages, 1)), late_PM - 0.5], axis=1)
+    number_2PM = np.arange(2 * stages * micro_batches).reshape(2, stages, micro_batches)
+    number_PO = np.concatenate(number_2PM, axis=1)
+    on_stage_PO = np.take_along_axis(number_PO, np.argsort(place_PO, axis=1, kind="stable"), axis=1)
+    whole = megatron_order(stages, micro_batches, 1)
+    return replace(whole, on_stage_PO=on_stage_PO, step_O=None)
+
+
+@given(own_orders())
+@example(_own_order([[4] * 4, [1] * 4]))
+@example(_own_order([[3] * 4, [1] * 4]))
+def test_an_order_in_which_stages_wait_for_each_other_is_refused(order):
+    sizes = order.stages, len(order.segments_M), 1
+
+    def schedule(*_):
+        return order
+
+    try:
+        _run_without_deadlock(order.stages, [schedule], np.ones((1, sizes[1]), dtype=int))
+    except AssertionError:
+        event("deadlocks")
+        with pytest.raises(PlanError, match="deadlocks"):
+            order_to_run(schedule, *sizes)
+    else:
+        assert order_to_run(schedule, *sizes) is order
 
 
 def _run_without_deadlock(stages, schedules, cp_sizes_RM):

@@ -13,7 +13,7 @@ from plan.plan_cases import flat, longest_through, random_cp_sizes, shared_times
 
 from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.errors import PlanError
-from sparsebalance_megatron.plan.context_groups import cp_sizes_of_groups
+from sparsebalance_megatron.plan.groups import Groups
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes
 from sparsebalance_megatron.plan.pipeline.orders import megatron_order
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
@@ -124,7 +124,7 @@ def waiting_times(sizes, shape, seed):
     naive = oracle.waiting_pipelines(*times.tolist(), cp_sizes_RM.tolist(), name, lockstep)
     of_groups = times.reshape(2, -1, lockstep, *times.shape[2:]).max(axis=2)
     found = OperationTimes.of_micro_batches(
-        of_groups, cp_sizes_of_groups(cp_sizes_RM, lockstep), megatron_order
+        of_groups, Groups(cp_sizes_RM).of_lockstep(lockstep).cp_sizes_RM, megatron_order
     )
     return found, naive
 
@@ -154,4 +154,4 @@ def test_ranks_of_a_lockstep_group_begin_and_end_together(sizes, shape, seed):
 @pytest.mark.parametrize(("ranks", "lockstep", "cp_size"), [(4, 3, 1), (6, 3, 2), (12, 6, 4)])
 def test_lockstep_groups_that_micro_batches_straddle_are_refused(ranks, lockstep, cp_size):
     with pytest.raises(PlanError, match=f"lockstep groups of {lockstep} ranks"):
-        cp_sizes_of_groups(np.full((ranks, 2), cp_size), lockstep)
+        Groups(np.full((ranks, 2), cp_size)).of_lockstep(lockstep)

@@ -10,7 +10,7 @@ from plan.plan_cases import cost_model, job_shape, placed, random_cp_sizes, rand
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import first_places, is_power_of_two
+from sparsebalance_megatron.plan.groups import Groups, is_power_of_two
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.moves import Drawing, Moves, Rules
 from sparsebalance_megatron.plan.search.state import Contents, Numbers, State
@@ -82,7 +82,7 @@ def random_case(shape, max_cp_size, seed, *, size=2, cap_over_start=1.2, slow=Tr
     generator = np.random.default_rng(seed)
     job = job_shape(*shape)
     cp_sizes_RM = random_cp_sizes(ranks, positions, max_cp_size, seed)
-    places = np.unique(first_places(cp_sizes_RM))
+    places = np.unique(Groups(cp_sizes_RM).first_J)
     lengths = np.array(random_lengths(job.places * size, seed, longest=2**13))
     # Every micro-batch has a block for each of its ranks.
     lengths[: len(places)] += 64 * max_cp_size

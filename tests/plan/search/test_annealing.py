@@ -17,9 +17,8 @@ from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 
 from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
-from sparsebalance_megatron.plan.context_groups import first_places
-from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
-from sparsebalance_megatron.plan.search.annealing import _Annealing, anneal
+from sparsebalance_megatron.plan.groups import Groups
+from sparsebalance_megatron.plan.search.annealing import Annealing
 from sparsebalance_megatron.plan.search.balance import arrival
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
@@ -27,16 +26,13 @@ from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_costs import step_costs
 
 
-def annealed(case, plan_ms, **limits):
-    return anneal(
-        case.start, case.costs, case.sample_2SX, rules=case.rules, plan_ms=plan_ms, **limits
-    )
-
-
-def begun(case):
+def begun(case, plan_ms=100.0):
     """A search that has made no move."""
-    effort = SearchEffort(plan_ms=100.0)
-    return _Annealing(case.start, case.costs, case.sample_2SX, case.rules, effort)
+    return Annealing(case.start, case.costs, case.sample_2SX, case.rules, SearchEffort(plan_ms))
+
+
+def annealed(case, plan_ms, **limits):
+    return begun(case, plan_ms).best(**limits)
 
 
 @settings(max_examples=15)
@@ -121,7 +117,7 @@ def test_a_search_ends(shape):
 def every_placement(case, cp_sizes_RM):
     """All placements of the samples on these micro-batches that obey the cap and leave none
     empty."""
-    places = np.unique(first_places(cp_sizes_RM))
+    places = np.unique(Groups(cp_sizes_RM).first_J)
     lengths = case.costs.lengths_tokens_S
     cap_J = case.rules.cap_tokens * cp_sizes_RM.reshape(-1)[places]
     for chosen in itertools.product(range(len(places)), repeat=len(lengths)):
@@ -198,7 +194,9 @@ def test_a_micro_batch_is_not_filled_by_a_token_too_much():
     costs = step_costs(lengths, job, cost_model(), scales)
     sample_2SX = costs.sample_ms(np.full((job.layers, len(lengths)), 8))
     for cap, expected in ((5000, [4001, 5000]), (5001, [4000, 5001])):
-        found = anneal(start, costs, sample_2SX, rules=Rules(cap_tokens=cap), plan_ms=20.0)
+        rules = Rules(cap_tokens=cap)
+        case = Case(costs=costs, sample_2SX=sample_2SX, rules=rules, start=start)
+        found = annealed(case, 20.0)
         tokens = [sum(lengths[sample] for sample in held) for (held,) in found.samples]
         assert tokens == expected
 
@@ -210,8 +208,9 @@ def placement_and_ms(plan_ms, seed=5, **limits):
     sample_2SX = costs.sample_ms(np.full((job.layers, 48), 8))
     start = Arrangement.of_placement(arrival(lengths, job, 1 << 40))
     rules = Rules(cap_tokens=1 << 40)
-    found = anneal(start, costs, sample_2SX, rules=rules, plan_ms=plan_ms, **limits)
-    return found.samples, makespans_ms(costs.micro_batch_ms(sample_2SX, found)).max()
+    case = Case(costs=costs, sample_2SX=sample_2SX, rules=rules, start=start)
+    found = annealed(case, plan_ms, **limits)
+    return found.samples, case.ms_R(found).max()
 
 
 def test_more_effort_finds_better_placements():

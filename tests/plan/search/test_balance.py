@@ -109,7 +109,8 @@ def test_micro_batches_are_packed_as_by_hand(seed, bins, minimum, room):
     weights, tokens = generator.permutation(1000)[:items] + 0.5, generator.integers(1, 20, items)
     slowness = generator.uniform(0.5, 2.0, bins)
     capacity = max(int(tokens.max()), int(room * tokens.sum() / bins))
-    found = _pack(weights, tokens, slowness, capacity=capacity, minimum=minimum)
+    lists = (each.tolist() for each in (weights, tokens, slowness))
+    found = _pack(range(items), *lists, capacity, minimum)
     members = [[] for _ in range(bins)]
     for placed, item in enumerate(np.argsort(-weights).tolist()):
         lacking = [max(minimum - len(each), 0) for each in members]

@@ -17,19 +17,17 @@ from step_cases import finished_step, step_measurement
 
 from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel, StageScales
-from sparsebalance_megatron.learn.measurement import Piece, RankPlace, Span, StepTimes
+from sparsebalance_megatron.learn.measurement import RankPlace, Span, StepTimes
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.log.records import (
     FinishedStep,
     RankStep,
     Record,
-    RunHeader,
     encode,
     rank_header,
     rank_step,
     step_record,
 )
-from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.planner import plan_step
 from sparsebalance_megatron.plan.settings import PlanSettings
@@ -37,8 +35,7 @@ from sparsebalance_megatron.plan.step_plan import StepPlan
 from sparsebalance_megatron.plan.step_problem import PlanInputs
 from sparsebalance_megatron.predict.workload import prior_coverage
 
-BLOCK_SIZE, BASE_BUDGET, MAX_TOKENS = 256, 16, 32768
-COST = CostModel.analytic(SHAPE, BLOCK_SIZE)
+BLOCK_SIZE, MAX_TOKENS = 256, 32768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,69 +57,47 @@ class SampleRun:
         layers = self.layers // self.stages
         return job_shape(self.ranks, self.micro_batches, self.stages, layers_per_chunk=layers)
 
-    def coverage(self) -> CoverageCurves:
-        return prior_coverage(self.layers, MAX_TOKENS // BLOCK_SIZE)
+    @property
+    def choices(self) -> dict[str, Any]:
+        own = {"batching": self.batching, "tuning": self.tuning}
+        return own | {"block_size": BLOCK_SIZE, "base_budget": 16}
 
     def plan(self, step: int) -> StepPlan:
         generator = np.random.default_rng([step, 1])
         size = self.ranks * self.micro_batches
         drawn = np.exp(generator.normal(np.log(5000), 1.1, size)).clip(64, MAX_TOKENS)
-        config = SparseBalanceConfig(
-            block_size=BLOCK_SIZE,
-            base_budget=BASE_BUDGET,
-            batching=self.batching,
-            tuning=self.tuning,
-            plan_ms=0.5,
-        )
+        config = SparseBalanceConfig(**self.choices, plan_ms=0.5)
         inputs = PlanInputs(
             lengths_tokens=tuple(map(int, drawn)),
             job=self.job,
             plan_settings=PlanSettings(config=config, max_tokens_per_micro_batch=2 * MAX_TOKENS),
-            cost=COST,
+            cost=CostModel.analytic(SHAPE, BLOCK_SIZE),
             scales=StageScales.ones(self.stages, 1),
-            coverage=self.coverage(),
+            coverage=prior_coverage(self.layers, MAX_TOKENS // BLOCK_SIZE),
         )
         return plan_step(step, inputs)
 
     def write(self, directory: Path) -> Path:
         steps = [self.finished(iteration) for iteration in range(1, self.steps + 1)]
-        records: list[Record] = [self.header(), *map(step_record, steps)]
-        _write(directory / "steps.jsonl", records)
-        for place in self.places():
-            header = rank_header(place, self.job, f"node{place.pipeline_rank}")
-            own = [self.rank_record(step, place) for step in steps]
-            _write(directory / f"ranks/rank-{place.world_rank:05d}.jsonl", [header, *own])
-        return directory
-
-    def places(self) -> list[RankPlace]:
-        size = self.tensor_parallel * self.ranks * self.stages
-        return [
-            RankPlace(
+        header = structs.replace(
+            header_of(self.job), config=self.choices, device="a machine that never was"
+        )
+        _write(directory / "steps.jsonl", [header, *map(step_record, steps)])
+        shape = self.stages, self.ranks, self.tensor_parallel
+        for number, (p, d, t) in enumerate(np.ndindex(shape)):
+            place = RankPlace(
                 data_parallel_rank=d,
                 pipeline_rank=p,
                 tensor_parallel_rank=t,
-                world_rank=(p * self.ranks + d) * self.tensor_parallel + t,
-                world_size=size,
+                world_rank=number,
+                world_size=int(np.prod(shape)),
             )
-            for t in range(self.tensor_parallel)
-            for d in range(self.ranks)
-            for p in range(self.stages)
-        ]
-
-    def header(self) -> RunHeader:
-        config = {
-            "block_size": BLOCK_SIZE,
-            "base_budget": BASE_BUDGET,
-            "batching": self.batching,
-            "tuning": self.tuning,
-        }
-        return structs.replace(
-            header_of(self.job),
-            config=config,
-            seq_length=MAX_TOKENS,
-            grid=self.coverage().grid,
-            device="a machine that never was",
-        )
+            own = [self.rank_record(step, place) for step in steps]
+            _write(
+                directory / f"ranks/rank-{number:05d}.jsonl",
+                [rank_header(place, self.job, f"node{p}"), *own],
+            )
+        return directory
 
     def finished(self, iteration: int) -> FinishedStep:
         plan = self.plan(iteration - 1)
@@ -157,13 +132,6 @@ class SampleRun:
 
     def rank_record(self, step: FinishedStep, place: RankPlace) -> RankStep:
         rank, stage = place.data_parallel_rank, place.pipeline_rank
-        (layers,) = self.job.stage_layers[stage]
-        pieces, covered = [], []
-        for position, micro_batch in enumerate(step.planned.plan.for_rank(rank).micro_batches):
-            blocks_S = -(-np.array(micro_batch.lengths_tokens) // BLOCK_SIZE)
-            coverage_LS = self.coverage().coverage_LS(blocks_S, micro_batch.budgets_LS)
-            pieces += [Piece(position, layer, len(blocks_S)) for layer in layers]
-            covered += [coverage_LS[list(layers)].reshape(-1)]
         ran = simulate(flat(step.measured.times_2RPVM))[rank]
         finished = replace(
             step,
@@ -176,8 +144,6 @@ class SampleRun:
                     if each.stage == stage
                 ),
             ),
-            pieces=pieces,
-            executed_O=np.concatenate(covered),
         )
         return rank_step(finished, place, self.job)
 

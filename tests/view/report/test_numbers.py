@@ -276,18 +276,15 @@ def in_windows(record: StepRecord, steps: int, first: int) -> StepRecord:
     return structs.replace(record, window=window)
 
 
-def log_of(steps: list[StepRecord]) -> RunLog:
-    return RunLog(directory=Path("log"), header=None, steps=tuple(steps), problems=())
-
-
 def test_runs_are_compared_by_whole_windows() -> None:
     """Windows of four and of two from the third step on, against order of arrival."""
     tokens = {4: [64, 64, 90, 40, 50, 76, 70, 58, 64, 64, 1], 2: [64, 64, 80, 48, 60, 68, 64, 64]}
     arrived = [step(i, 80, 15, 5) for i in range(1, 12)]
-    logs = {1: log_of(arrived)}
+    logs = {1: log("1", *arrived)}
     for steps, counts in tokens.items():
         found = [step(i, 60, 10, 5, tokens=each) for i, each in enumerate(counts, start=1)]
-        logs[steps] = log_of(found[:2] + [in_windows(each, steps, first=3) for each in found[2:]])
+        dealt = [in_windows(each, steps, first=3) for each in found[2:]]
+        logs[steps] = log(str(steps), *found[:2], *dealt)
         compared = compare(logs[1], logs[steps])
         assert compared.speedup == pytest.approx(100 / 75)
         assert not any("token counts" in problem for problem in compared.problems)

@@ -21,21 +21,14 @@ from sparsebalance_megatron.view.report.timeline import (
 )
 
 
-def times(forward_RPVM: np.ndarray, **changes: Any) -> StepRecord:
+def times(forward_RPVM: np.ndarray) -> StepRecord:
     """As predicted; backwards take twice as long as forwards."""
-    ranks, stages, _, positions = forward_RPVM.shape
     times_2RPVM = np.stack([forward_RPVM, 2 * forward_RPVM])
-    ones_RM = np.ones((ranks, positions), int)
-    values = {"cp_sizes_RM": ones_RM, "segments_RM": ones_RM} | {
-        name: np.array(value) for name, value in changes.items()
-    }
-    record = step_record(1)
+    schedule_ms, record = np.ones(forward_RPVM.shape[:2]), step_record(1)
     return structs.replace(
         record,
-        device_slowness_RP=np.ones((ranks, stages)),
         predicted=replace(record.predicted, times_2RPVM=times_2RPVM),
-        measured=MeasuredTimes(times_2RPVM=times_2RPVM, schedule_ms=np.ones((ranks, stages))),
-        **values,
+        measured=MeasuredTimes(times_2RPVM=times_2RPVM, schedule_ms=schedule_ms),
     )
 
 
@@ -73,22 +66,6 @@ def test_spans_are_set_side_by_side_by_wall_clocks_that_agree(
     assert found.remarks == remarks
 
 
-def test_waiting_within_layers_is_no_computing() -> None:
-    """Both ranks take 30 ms; rank 1 computes for 10 of them."""
-    passed_RPVM = np.full((2, 1, 1, 1), 10.0)
-    own_RPVM = np.array([10.0, 10.0 / 3]).reshape(passed_RPVM.shape)
-    record = times(passed_RPVM)
-    waiting_2RPVM = np.stack([passed_RPVM - own_RPVM, 2 * (passed_RPVM - own_RPVM)])
-    measured = replace(record.measured, waiting_2RPVM=waiting_2RPVM)
-    record = structs.replace(record, measured=measured)
-    spans = (span("forward", 0.0, 10.0), span("backward", 10.0, 30.0))
-    logged = {(rank, 0): rank_step(start_unix_s=100.0, spans=spans) for rank in (0, 1)}
-    found = measured_timeline(record, logged)
-    assert found is not None
-    assert found.makespan_ms == pytest.approx(30.0)
-    assert found.busy_share == pytest.approx(40.0 / 60.0)
-
-
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures that are drawn."""
@@ -116,7 +93,7 @@ def view() -> Timeline:
         for m in (0, 1)
         for at, way in ((2.0 * m, "forward"), (2.0 * m + 1, "backward"))
     ]
-    return Timeline(spans={(0, 0): spans, (1, 0): spans})
+    return Timeline(spans={(0, 0): spans, (1, 0): spans}, waiting_share=0.0)
 
 
 def test_a_step_shows_waiting(figures: list[Figure]) -> None:
@@ -142,7 +119,7 @@ def test_of_many_ranks_some_are_drawn_from_the_fastest_to_the_slowest(
     figures: list[Figure],
 ) -> None:
     spans = {(rank, 0): [Span("forward", 0, 0, 0.0, 1.0 + rank)] for rank in range(40)}
-    picture = step_picture({"measured": Timeline(spans=spans)})
+    _, remarks = step_picture({"measured": Timeline(spans=spans)})
     labels = [label.get_text() for label in figures[0].axes[0].get_yticklabels()]
     assert len(labels) == 16 and {"rank 0", "rank 39"} <= set(labels)
-    assert any("16 of 40 ranks" in remark for remark in picture.remarks)
+    assert any("16 of 40 ranks" in remark for remark in remarks)

@@ -10,19 +10,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.contract import Inputs, Saved
 from sparsebalance_megatron.attention.kernels.triton.tiles import SHARED_BYTES, capability_of
 from sparsebalance_megatron.attention.selection import Selection
 
 
-def forward(
-    q_THD: Tensor, k_TGD: Tensor, v_TGF: Tensor, selection: Selection, *, softmax_scale: float
-) -> tuple[Tensor, Tensor]:
+def forward(given: Inputs) -> tuple[Tensor, Tensor]:
     """Attend over a selection; see :class:`..contract.Kernel`.
 
     Raises:
         ValueError: ``softmax_scale`` is not positive.
     """
+    selection, softmax_scale = given.selection, given.softmax_scale
     if not softmax_scale > 0.0:
         raise ValueError(
             f"block_sparse_attention: softmax_scale {softmax_scale}: must be positive for "
@@ -35,7 +34,7 @@ def forward(
     )
     from sparsebalance_megatron.attention.kernels.triton.index import readers_of
 
-    q_THD, k_TGD, v_TGF = map(device_functions.with_dense_rows, (q_THD, k_TGD, v_TGF))
+    q_THD, k_TGD, v_TGF = map(device_functions.with_dense_rows, given.qkv)
     out_THF = q_THD.new_empty(*q_THD.shape[:2], v_TGF.shape[2])
     lse_TH = torch.empty(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
     tensors = q_THD, k_TGD, v_TGF, None, out_THF, lse_TH, None
@@ -56,7 +55,7 @@ def backward(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     )
 
     kernels = token_kernels if saved.selection.by_token else key_block_kernel
-    inputs = saved.q_THD, saved.k_TGD, saved.v_TGF, dout_THF
+    inputs = *saved.qkv, dout_THF
     q_THD, k_TGD, v_TGF, dout_THF = map(device_functions.with_dense_rows, inputs)
     with torch.cuda.device_of(dout_THF):
         return kernels.gradients(

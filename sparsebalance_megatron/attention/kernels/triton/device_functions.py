@@ -7,6 +7,7 @@ kernels Y query rows of a tile.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparsebalance_megatron.attention.kernels.triton.index import InverseLists, inverse_lists
-from sparsebalance_megatron.attention.kernels.triton.tiles import Tile
+from sparsebalance_megatron.attention.kernels.contract import Saved
+from sparsebalance_megatron.attention.kernels.triton.index import (
+    InverseLists,
+    Readers,
+    inverse_lists,
+)
+from sparsebalance_megatron.attention.kernels.triton.tiles import Tile, tiles_of
 from sparsebalance_megatron.attention.layout import PackedLayout
-from sparsebalance_megatron.attention.selection import Selection
 
 WANTED_PROGRAMS = 512
 """Programs that fill a device of 132 multiprocessors a few times over."""
@@ -164,29 +169,50 @@ def store_key_gradients(
                  mask=stored_CF)  # fmt: skip
 
 
-def lists_for(
-    selection: Selection, k_TGD: Tensor, v_TGF: Tensor, column_tiles: int
-) -> InverseLists:
-    """Inverse lists whose items fill a device, each shared by ``column_tiles`` programs."""
-    part_bytes = 4 * selection.kv_layout.block_size * (k_TGD.shape[2] + v_TGF.shape[2])
-    return inverse_lists(
+def key_gradients(
+    kernel: Any,
+    dout_THF: Tensor,
+    saved: Saved,
+    statistics: Sequence[Tensor],
+    own: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Readers]:
+    """dk_TGD and dv_TGF in ``dtype``, 0 where no query reads; and the readers of every KV block.
+
+    ``kernel`` takes items of their lists, ``own`` what no other such kernel takes.
+    """
+    q_THD, k_TGD, v_TGF, selection = saved.q_THD, saved.k_TGD, saved.v_TGF, saved.selection
+    layout, kv_heads, device = selection.kv_layout, k_TGD.shape[1], k_TGD.device
+    tile, part_dim = tiles_of(k_TGD, v_TGF).key_gradient, k_TGD.shape[2] + v_TGF.shape[2]
+    rows = tile.rows if selection.by_token else min(tile.rows, layout.block_size)
+    constants = tile_constants(k_TGD, v_TGF, layout.block_size, rows, tile)
+    column_tiles = layout.block_size // constants["TILE_COLUMNS"]
+    # As many items as fill a device, each shared by the programs of a block's tiles.
+    lists = inverse_lists(
         selection,
-        k_TGD.shape[1],
+        kv_heads,
         wanted_items=-(-WANTED_PROGRAMS // column_tiles),
-        most_cut_items=PART_BYTES // part_bytes,
+        most_cut_items=PART_BYTES // (4 * layout.block_size * part_dim),
     )
+    dk_TGD, dv_TGF = (torch.empty(x.shape, dtype=dtype, device=device) for x in (k_TGD, v_TGF))
+    shape = lists.cut_items, layout.block_size, part_dim
+    parts_IBE = torch.empty(shape, dtype=torch.float32, device=device)
+    kernel[(lists.item_3I.shape[1] * column_tiles,)](
+        *(q_THD, k_TGD, v_TGF, dout_THF, *statistics, dk_TGD, dv_TGF, parts_IBE),
+        *(lists.entries.bounds_J, lists.entries.readers_E, *lists.item_3I, selection.own_block_N),
+        *(selection.query_layout.start_N, layout.start_N, layout.document_end_N),
+        *row_strides(q_THD, k_TGD, v_TGF, dout_THF),
+        *(saved.softmax_scale, layout.blocks, lists.entries_per_item, lists.entries.tiles),
+        KV_HEADS=kv_heads,
+        GROUP=q_THD.shape[1] // kv_heads,
+        **own,
+        **constants,
+    )
+    _add_parts(lists, parts_IBE, dk_TGD, dv_TGF, layout)
+    return dk_TGD, dv_TGF, lists.entries
 
 
-def empty_gradients(
-    lists: InverseLists, k_TGD: Tensor, v_TGF: Tensor, dtype: torch.dtype, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dk_TGD, dv_TGF, and for items of cut lists both side by side, parts_IBE; uninitialised."""
-    dk_TGD, dv_TGF = (torch.empty(x.shape, dtype=dtype, device=x.device) for x in (k_TGD, v_TGF))
-    shape = lists.cut_items, block_size, k_TGD.shape[2] + v_TGF.shape[2]
-    return dk_TGD, dv_TGF, torch.empty(shape, dtype=torch.float32, device=k_TGD.device)
-
-
-def add_parts(
+def _add_parts(
     lists: InverseLists, parts_IBE: Tensor, dk_TGD: Tensor, dv_TGF: Tensor, layout: PackedLayout
 ) -> None:
     """Second pass over lists that were cut: store the sums of their parts."""

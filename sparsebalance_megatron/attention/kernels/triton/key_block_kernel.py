@@ -25,11 +25,9 @@ from torch import Tensor
 from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LOG2_E,
-    add_parts,
     block_extent,
-    empty_gradients,
     entry_at,
-    lists_for,
+    key_gradients,
     load_rows,
     query_block_step,
     row_strides,
@@ -54,47 +52,23 @@ def gradients(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     dq_THD, statistics_2HZ = query_gradient(dout_THF, saved)
     # What columns add is rounded to the inputs' dtype once, with the rest.
     dtype = k_dtype if columns is None else torch.float32
-    dk_TGD, dv_TGF = _key_gradient(dout_THF, saved, statistics_2HZ, dtype)
+    layout = saved.selection.query_layout
+    own = {"query_ends": layout.document_end_N, "query_blocks": layout.blocks}
+    dk_TGD, dv_TGF, _ = key_gradients(
+        _key_block_kernel, dout_THF, saved, [statistics_2HZ], own, dtype
+    )
     if columns is not None:
         add_column_gradients(dout_THF, saved, statistics_2HZ, dk_TGD, dv_TGF, columns)
     return dq_THD, dk_TGD.to(k_dtype), dv_TGF.to(k_dtype)
 
 
-def _key_gradient(
-    dout_THF: Tensor, saved: Saved, statistics_2HZ: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """dk and dv in ``dtype``, of what is read as blocks; 0 for a block that no query reads."""
-    q_THD, k_TGD, v_TGF, selection = saved.q_THD, saved.k_TGD, saved.v_TGF, saved.selection
-    query_layout, layout = selection.query_layout, selection.kv_layout
-    kv_heads, rows = k_TGD.shape[1], layout.block_size
-    tile = tiles_of(k_TGD, v_TGF).key_gradient
-    constants = tile_constants(k_TGD, v_TGF, rows, min(tile.rows, rows), tile)
-    column_tiles = layout.block_size // constants["TILE_COLUMNS"]
-    lists = lists_for(selection, k_TGD, v_TGF, column_tiles)
-    dk_TGD, dv_TGF, parts_IBX = empty_gradients(lists, k_TGD, v_TGF, dtype, layout.block_size)
-    _key_block_kernel[(lists.item_3I.shape[1] * column_tiles,)](
-        *(q_THD, k_TGD, v_TGF, dout_THF, statistics_2HZ, dk_TGD, dv_TGF, parts_IBX),
-        *(lists.entries.bounds_J, lists.entries.readers_E, *lists.item_3I, selection.own_block_N),
-        *(query_layout.start_N, query_layout.document_end_N),
-        *(layout.start_N, layout.document_end_N),
-        *row_strides(q_THD, k_TGD, v_TGF, dout_THF),
-        *(saved.softmax_scale, query_layout.blocks, layout.blocks),
-        *(lists.entries_per_item, lists.entries.tiles),
-        KV_HEADS=kv_heads,
-        GROUP=q_THD.shape[1] // kv_heads,
-        **constants,
-    )
-    add_parts(lists, parts_IBX, dk_TGD, dv_TGF, layout)
-    return dk_TGD, dv_TGF
-
-
-@triton.jit(do_not_specialize=["query_blocks", "kv_blocks", "entries_per_item", "tiles"])
+@triton.jit(do_not_specialize=["query_blocks", "blocks", "entries_per_item", "tiles"])
 def _key_block_kernel(
-    q, k, v, dout, statistics, dk, dv, parts, bounds, queries, item_list, item_part, item_slot,
-    own_blocks, query_starts, query_ends, kv_starts, kv_ends,
+    q, k, v, dout, statistics, dk, dv, parts, bounds, entries, item_list, item_part, item_slot,
+    own_blocks, query_starts, kv_starts, kv_ends,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
-    dout_stride_T, dout_stride_H, softmax_scale, query_blocks, kv_blocks, entries_per_item,
-    tiles,
+    dout_stride_T, dout_stride_H, softmax_scale, blocks, entries_per_item, tiles,
+    query_ends, query_blocks,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
@@ -109,8 +83,8 @@ def _key_block_kernel(
     inverse_list = tl.load(item_list + item)
     if inverse_list < 0:
         return
-    kv_head = inverse_list // kv_blocks
-    block = inverse_list % kv_blocks
+    kv_head = inverse_list // blocks
+    block = inverse_list % blocks
     start, length = block_extent(kv_starts, kv_ends, block, BLOCK_SIZE)
     if first_column >= length:
         return
@@ -121,7 +95,7 @@ def _key_block_kernel(
     stop = tl.minimum(begin + entries_per_item, tl.load(bounds + tiles))
     # Readers rise, and none comes before the block: its own queries are the first, if they read it.
     # They lie on one grid, so the starts of the others need no look-up; all but the last are full.
-    readers = queries + begin
+    readers = entries + begin
     count = stop - begin
     first_reader = tl.load(readers, mask=count > 0, other=0)
     last_reader = tl.load(readers + count - 1, mask=count > 0, other=0)

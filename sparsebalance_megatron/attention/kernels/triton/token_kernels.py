@@ -27,12 +27,10 @@ from sparsebalance_megatron.attention.kernels.contract import Saved
 from sparsebalance_megatron.attention.kernels.triton.device_functions import (
     LN_2,
     LOG2_E,
-    add_parts,
     block_extent,
-    empty_gradients,
     entry_at,
+    key_gradients,
     key_step,
-    lists_for,
     load_rows,
     row_strides,
     store_key_gradients,
@@ -258,33 +256,19 @@ def _reader_kernel(
 
 def gradients(dout_THF: Tensor, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """dq_THD, dk_TGD and dv_TGF in the inputs' dtype."""
-    inputs = q_THD, k_TGD, v_TGF, _ = saved.q_THD, saved.k_TGD, saved.v_TGF, dout_THF
-    selection, layout = saved.selection, saved.selection.kv_layout
-    query_heads, kv_heads = q_THD.shape[1], k_TGD.shape[1]
-    tile = tiles_of(k_TGD, v_TGF).key_gradient
-    constants = tile_constants(k_TGD, v_TGF, layout.block_size, tile.rows, tile)
-    column_tiles = layout.block_size // constants["TILE_COLUMNS"]
-    dq_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-    lists = lists_for(selection, k_TGD, v_TGF, column_tiles)
-    gradients = empty_gradients(lists, k_TGD, v_TGF, k_TGD.dtype, layout.block_size)
-    dk_TGD, dv_TGF, parts_IBE = gradients
-    lse_TH, delta_TH = saved.lse_TH, _delta(dout_THF, saved.out_THF)
-    results = dq_THD, lse_TH, delta_TH
-    launch(selection, lists.entries, (*inputs, *results), saved.softmax_scale)
-    _token_key_kernel[(lists.item_3I.shape[1] * column_tiles,)](
-        *(*inputs, lse_TH, delta_TH, dk_TGD, dv_TGF, parts_IBE),
-        *(lists.entries.bounds_J, lists.entries.readers_E, *lists.item_3I),
-        *(selection.own_block_N, selection.query_layout.block_T),
-        *(selection.query_layout.start_N, layout.start_N, layout.document_end_N),
-        *row_strides(*inputs),
-        *(saved.softmax_scale, layout.blocks, lists.entries_per_item, lists.entries.tiles),
-        selection.counts_QC.shape[1] // kv_heads,
-        KV_HEADS=kv_heads,
-        GROUP=query_heads // kv_heads,
-        HEADS=query_heads // selection.counts_QC.shape[1],
-        **constants,
+    selection, lists = saved.selection, saved.selection.counts_QC.shape[1]
+    statistics = saved.lse_TH, _delta(dout_THF, saved.out_THF)
+    own = {
+        "token_blocks": selection.query_layout.block_T,
+        "shared": lists // saved.k_TGD.shape[1],
+        "HEADS": saved.q_THD.shape[1] // lists,
+    }
+    dk_TGD, dv_TGF, readers = key_gradients(
+        _token_key_kernel, dout_THF, saved, statistics, own, saved.k_TGD.dtype
     )
-    add_parts(lists, parts_IBE, dk_TGD, dv_TGF, layout)
+    dq_THD = torch.empty(saved.q_THD.shape, dtype=saved.q_THD.dtype, device=saved.q_THD.device)
+    tensors = saved.q_THD, saved.k_TGD, saved.v_TGF, dout_THF, dq_THD, *statistics
+    launch(selection, readers, tensors, saved.softmax_scale)
     return dq_THD, dk_TGD, dv_TGF
 
 
@@ -320,9 +304,10 @@ def _delta_kernel(
 @triton.jit(do_not_specialize=["blocks", "entries_per_item", "tiles", "shared"])
 def _token_key_kernel(
     q, k, v, dout, lse, delta, dk, dv, parts, bounds, entries, item_list, item_part, item_slot,
-    own_blocks, token_blocks, query_starts, kv_starts, kv_ends,
+    own_blocks, query_starts, kv_starts, kv_ends,
     q_stride_T, q_stride_H, k_stride_T, k_stride_G, v_stride_T, v_stride_G,
-    dout_stride_T, dout_stride_H, softmax_scale, blocks, entries_per_item, tiles, shared,
+    dout_stride_T, dout_stride_H, softmax_scale, blocks, entries_per_item, tiles,
+    token_blocks, shared,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,

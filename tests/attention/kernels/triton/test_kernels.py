@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from attention.cases import (
-    SCALE,
     Case,
     assert_identical,
     assert_right,
+    inputs_of,
     make_case,
     on_device,
     reselected,
@@ -43,7 +43,7 @@ from sparsebalance_megatron.attention.selection import Selection
 def _use_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, columns: int) -> None:
     tile = Tile(rows=rows, columns=columns, warps=4, stages=1)
     tiles = Tiles(forward=tile, query_gradient=tile, key_gradient=tile)
-    for module in (query_block_kernel, key_block_kernel, token_kernels):
+    for module in (device_functions, query_block_kernel, key_block_kernel, token_kernels):
         monkeypatch.setattr(module, "tiles_of", lambda *_: tiles)
 
 
@@ -239,7 +239,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 def _attend(inputs: tuple[Tensor, ...], selection: Selection) -> tuple[Tensor, ...]:
     """out, lse, dq, dk, dv from q, k, v and dout, by the kernels themselves."""
     *qkv, dout = inputs
-    results = implementation.forward(*qkv, selection, softmax_scale=SCALE)
+    results = implementation.forward(inputs_of(*qkv, selection))
     gradients = implementation.backward(dout, saved(*qkv, *results, selection))
     return tuple(x.cpu() for x in (*results, *gradients))
 
@@ -251,7 +251,6 @@ RESULTS = [
     ("token-query-head", [0, 3, 5], [1, 2], {"block": 64, "head_dim": 80}),
     ("vertical-slash", [0, 130], [7], {"heads": 1}),
     ("vertical-slash", [0, 20, 90], [1, 3], {"heads": 3, "head_dim": 24}),
-    ("vertical-slash-last-queries", [0, 70], [3], {}),
     ("previous-block", [0, 45], [2], {"heads": 16, "head_dim": 64}),
 ]
 

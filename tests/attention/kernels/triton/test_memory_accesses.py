@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention.cases import SCALE, SELECTORS, drawn, ranked, saved
+from attention.cases import SELECTORS, drawn, inputs_of, ranked, saved
 from torch import Tensor
 
 from sparsebalance_megatron.attention.kernels import triton as implementation
@@ -141,7 +141,7 @@ def _layer(selection: str, lengths: list[int], head_dim: int) -> None:
     ranking = ranked(selector, [q, k], layout, max_budget=3, observe=True)
     selector.coverage(ranking)
     selected = selector.select(ranking, torch.full((layout.documents,), 3))
-    out, lse = implementation.forward(q, k, v, selected, softmax_scale=SCALE)
+    out, lse = implementation.forward(inputs_of(q, k, v, selected))
     implementation.backward(dout, saved(q, k, v, out, lse, selected))
 
 
