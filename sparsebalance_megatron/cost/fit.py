@@ -16,7 +16,7 @@ from sparsebalance_megatron.cost.model import (
     CostModel,
     selection_efficiency,
 )
-from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part, SegmentCost
+from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.table import (
     CostRow,
     CostTable,
@@ -116,23 +116,16 @@ def configured_cost_model(
 
 def fit_cost_model(table: CostTable) -> CostModel:
     """Non-negative least squares on relative errors, so that small and large both fit."""
-    identity, timed = table.identity, table.rows_by_part
-    fitted = {
-        direction: {
-            part: _fit_rows(rows, part, identity)
-            for part in Part
-            if (rows := timed.get((part, direction), [])) or part in OF_EVERY_MODEL
-        }
-        for direction in Direction
-    }
+    identity = table.identity
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     return CostModel(
         block_size=identity.block_size,
         work=work_model_named(identity.selection),
         exchange=_measured_exchange(table),
         segments=table.segments or SegmentCost(),
-        forward_ms=fitted[Direction.FORWARD],
-        backward_ms=fitted[Direction.BACKWARD],
+        ms_per_unit={
+            timed: _fit_rows(rows, timed[0], identity) for timed, rows in table.rows_by_part.items()
+        },
         source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
         f"{identity.dtype} ({versions})",
         device=identity.device,
@@ -196,9 +189,7 @@ def _features_per_ms(rows: Sequence[CostRow], identity: RunIdentity) -> np.ndarr
 
 
 def _fit_rows(rows: Sequence[CostRow], part: Part, identity: RunIdentity) -> tuple[float, ...]:
-    """Coefficients of one part in one direction; no rows mean that it is never timed."""
-    if not rows:
-        return by_feature({})
+    """Coefficients of one part in one direction."""
     names = _COMMON_FEATURES + ((_PAIRS[part],) if part in _PAIRS else ())
     relative = _features_per_ms(rows, identity)[:, [FEATURES.index(name) for name in names]]
     # Here, because it takes a second to load, and only measured tables are fitted.

@@ -4,6 +4,7 @@
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -83,12 +84,10 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
     assert table.segments is not None and model.segments.slowness >= 1.0
     assert {row.part for row in table.rows} == set(OF_EVERY_MODEL)
     short, long = (features([tokens], 4, BLOCK_SIZE, model.work) for tokens in (64, 4096))
-    for direction in Direction:
-        for part in model.forward_ms:
-            if (part, direction) in NEVER_TIMED:
-                continue
-            before, after = np.stack([short, long]) @ model.coefficients_ms(part, direction)
-            assert 0.0 < before <= after, f"{part} {direction}"
+    assert model.ms_per_unit.keys() | NEVER_TIMED == {*product(OF_EVERY_MODEL, Direction)}
+    for timed in model.ms_per_unit:
+        before, after = np.stack([short, long]) @ model.coefficients_ms(*timed)
+        assert 0.0 < before <= after, timed
 
 
 def test_the_faster_kernel_of_whole_documents_is_measured(tmp_path: Path) -> None:
