@@ -73,11 +73,9 @@ def configured_cost_model(
         CostTableError: the table was measured for something else.
     """
     if config.cost_table is not None:
-        configured = {"block_size": config.block_size, "selection": config.selection}
-        compared = {**configured, **shape.flat(), **run}
-        if config.layer_budgets == ALL_DENSE:
-            # Nothing is selected.
-            del compared["selection"]
+        compared = {"block_size": config.block_size, **shape.flat(), **run}
+        if config.layer_budgets != ALL_DENSE:  # else nothing is selected
+            compared["selection"] = config.selection
         table = CostTable.load(config.cost_table)
         table.check_matches(compared)
         cost = fit_cost_model(table)

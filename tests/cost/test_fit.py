@@ -170,7 +170,7 @@ def test_a_table_of_another_selection_serves_dense_attention_alone(tmp_path: Pat
     table = planted_table()
     (path := tmp_path / "table.json").write_text(table.text())
     how: dict[str, Any] = {"block_size": IDENTITY.block_size, "cost_table": str(path)}
-    run = replace(IDENTITY, selection="token-query-head").flat()
+    run = {"device": IDENTITY.device, "dtype": IDENTITY.dtype}
     exact = SparseBalanceConfig(**how, layer_budgets="dense:all", tuning="off")
     assert configured_cost_model(exact, IDENTITY.shape, run).source
     with pytest.raises(CostTableError, match="selection is previous-block in the table"):
