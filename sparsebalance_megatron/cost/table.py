@@ -164,12 +164,6 @@ class RunIdentity:
     selection: str
     shape: ModelShape
 
-    def flat(self) -> dict[str, Any]:
-        """Field -> value; those of the shape are named ``shape.FIELD``."""
-        values = asdict(self)
-        del values["shape"]
-        return values | self.shape.flat()
-
 
 class CostRow(msgspec.Struct, frozen=True, kw_only=True, rename={"part": "kind"}):
     """One measurement: a part of the model on one packed micro-batch.
@@ -262,8 +256,9 @@ class CostTable:
                 raise CostTableError(f"{self.place}: no row for {part} {direction}; {_REMEDY}")
 
     def check_matches(self, run: Mapping[str, Any]) -> None:
-        """Check that the table was measured for a run; what it lacks is not compared."""
-        own = self.identity.flat()
+        """Check that the table was measured for a run: fields of its identity, and of its shape as
+        ``shape.FIELD``; what it lacks is not compared."""
+        own = vars(self.identity) | self.identity.shape.flat()
         differences = [
             f"{name} is {own[name]} in the table, {value} in this run"
             for name, value in run.items()

@@ -61,12 +61,12 @@ def test_only_the_router_may_lack_backward_rows() -> None:
 
 
 def test_every_differing_field_is_named_with_both_values() -> None:
-    planted_table().check_matches(IDENTITY.flat())
+    planted_table().check_matches(vars(IDENTITY))
     planted_table().check_matches({"block_size": 128})
     shape = replace(IDENTITY.shape, hidden_size=2048)
     run = replace(IDENTITY, device="NVIDIA H200", shape=shape)
     with pytest.raises(CostTableError) as caught:
-        planted_table().check_matches(run.flat())
+        planted_table().check_matches({"device": run.device, **run.shape.flat()})
     for difference in (
         "device is cpu in the table, NVIDIA H200 in this run",
         "shape.hidden_size is 256 in the table, 2048 in this run",
