@@ -35,7 +35,7 @@ from sparsebalance_megatron.config import (
     DenseAttention,
     SparseBalanceConfig,
 )
-from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
+from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.table import ExchangeRow
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
@@ -423,7 +423,7 @@ def _timed_rows(
     return [
         ExchangeRow(
             width=group.members,
-            received_bytes=round(received_bytes(tokens, group.members, bytes_per_token)),
+            received_bytes=round(tokens * bytes_per_token * cost.received_share(group.members)),
             **median_and_spread(times_ms),
         )
         for bytes_per_token, times_ms in zip(per_token, slowest_ms.T, strict=True)
