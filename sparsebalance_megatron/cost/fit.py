@@ -11,11 +11,7 @@ import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_with
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.model import (
-    OF_FLASH_ATTENTION_4,
-    CostModel,
-    selection_efficiency,
-)
+from sparsebalance_megatron.cost.model import OF_FLASH_ATTENTION_4, CostModel, selection_efficiency
 from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.table import (
     CostRow,
@@ -25,12 +21,7 @@ from sparsebalance_megatron.cost.table import (
     ModelShape,
     RunIdentity,
 )
-from sparsebalance_megatron.cost.work_model import (
-    FEATURES,
-    by_feature,
-    features,
-    work_model_named,
-)
+from sparsebalance_megatron.cost.work_model import FEATURES, by_feature, features, work_model_named
 from sparsebalance_megatron.flash_attention import will_serve
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 

@@ -326,10 +326,7 @@ class StageScales:
 
     @classmethod
     def of(
-        cls,
-        scales_2PV: np.ndarray,
-        slowness_RP: np.ndarray | None = None,
-        cut_ratio: float = 1.0,
+        cls, scales_2PV: np.ndarray, slowness_RP: np.ndarray | None = None, cut_ratio: float = 1.0
     ) -> "StageScales":
         """Scales from copies of arrays; without slowness, all devices are alike."""
         if slowness_RP is None:

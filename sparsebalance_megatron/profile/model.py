@@ -366,10 +366,7 @@ def measured_exchanges(
     block_size = choices.block_size
     rows = []
     with data_parallel_world(device):
-        groups = make_sequence_groups(
-            ranks & -ranks,
-            timeout_minutes=_TIMEOUT_MINUTES,
-        )
+        groups = make_sequence_groups(ranks & -ranks, timeout_minutes=_TIMEOUT_MINUTES)
         config = transformer_config(args)
         for size, group in groups.by_size.items() if groups is not None else ():
             lengths = {max(size * block_size, args.seq_length // divisor) for divisor in _DIVISORS}
@@ -410,9 +407,8 @@ def _timed_rows(
     clock: Clock,
 ) -> list[ExchangeRow]:
     # As often on all members: a clock would stop them at different repeats.
-    repeats = thoroughness.most_repeats
     runs_ms = []
-    for _ in range(thoroughness.warm_up + repeats):
+    for _ in range(thoroughness.warm_up + thoroughness.most_repeats):
         dist.barrier(group.process_group)
         runs_ms.append(time_once(timed, clock))
     of_members: list[Any] = [None] * group.members

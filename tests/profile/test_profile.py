@@ -43,11 +43,7 @@ BALANCE_FLAGS = (
 )
 PROFILE = ("-m", "sparsebalance_megatron.cli", "profile", "--quick", "-o")
 IDENTITY = RunIdentity(
-    device="cpu",
-    dtype="float32",
-    block_size=BLOCK_SIZE,
-    selection=DEFAULT_SELECTION,
-    shape=SHAPE,
+    device="cpu", dtype="float32", block_size=BLOCK_SIZE, selection=DEFAULT_SELECTION, shape=SHAPE
 )
 
 
@@ -127,9 +123,7 @@ def test_parallel_flags_give_one_ranks_share(tmp_path: Path) -> None:
 def test_two_ranks_measure_what_sharing_a_row_takes(tmp_path: Path) -> None:
     output = tmp_path / "table.json"
     run = run_training(
-        2,
-        [*MODEL_FLAGS, *BALANCE_FLAGS],
-        program=(*PROFILE, str(output), "--"),
+        2, [*MODEL_FLAGS, *BALANCE_FLAGS], program=(*PROFILE, str(output), "--")
     ).require_success()
     table = CostTable.load(output)
     kv_bytes, gradient_bytes = 2 * 2 * 16 * 4, 2 * 2 * 16 * 4
