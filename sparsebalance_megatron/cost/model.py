@@ -155,14 +155,12 @@ class CostModel:
         if not (full or attention_only):
             return self
         repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE
-        repeating = {
-            (part, Direction.BACKWARD): tuple(
-                sum(self.coefficients_ms(part, direction) for direction in Direction).tolist()
-            )
-            for part in repeated
-        }
+        ms_per_unit = dict(self.ms_per_unit)
+        for part in repeated:
+            both_F = np.add(*(self.coefficients_ms(part, direction) for direction in Direction))
+            ms_per_unit[part, Direction.BACKWARD] = tuple(both_F.tolist())
         exchange = replace(self.exchange, repeated=True)
-        return replace(self, ms_per_unit={**self.ms_per_unit, **repeating}, exchange=exchange)
+        return replace(self, ms_per_unit=ms_per_unit, exchange=exchange)
 
     def with_frozen_weights(self) -> "CostModel":
         """A model whose weights take no gradients, as under low-rank adapters (LoRA).
