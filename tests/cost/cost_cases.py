@@ -101,16 +101,11 @@ def planted_table(noise: float = 0.0) -> CostTable:
 
 @dataclass(frozen=True)
 class Times:
-    """What a learner sees of a planned or a measured step."""
+    """What a learner sees of a planned step."""
 
     times_2RPVM: np.ndarray
     scales: StageScales
-
     cut_M: tuple[bool, ...] = ()
-
-    @property
-    def own_2RPVM(self) -> np.ndarray:
-        return self.times_2RPVM
 
     @property
     def cut_RM(self) -> np.ndarray:
