@@ -85,7 +85,7 @@ def test_shared_lists_of_another_package_are_counted_as_shared(
     theirs, ours = (
         CostModel.analytic(SHAPE, 256, selection=name) for name in ("quest", "previous-block")
     )
-    assert theirs.forward_ms == ours.forward_ms and theirs.efficiency == ours.efficiency
+    assert theirs.ms_per_unit == ours.ms_per_unit and theirs.efficiency == ours.efficiency
 
 
 def test_an_unknown_name_lists_what_exists(packages: Path) -> None:

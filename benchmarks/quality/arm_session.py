@@ -308,11 +308,8 @@ def with_expensive_attention(cost: CostModel, weight: float) -> CostModel:
     most of their time on it, and only then does a planner move budgets.
     """
 
-    def weighted(parts_ms: Any) -> dict[Part, tuple[float, ...]]:
-        return parts_ms | {
-            Part.ATTENTION: tuple(value * weight for value in parts_ms[Part.ATTENTION])
-        }
-
-    return replace(
-        cost, forward_ms=weighted(cost.forward_ms), backward_ms=weighted(cost.backward_ms)
-    )
+    ms_per_unit = {
+        timed: tuple((weight if timed[0] is Part.ATTENTION else 1.0) * value for value in row)
+        for timed, row in cost.ms_per_unit.items()
+    }
+    return replace(cost, ms_per_unit=ms_per_unit)

@@ -31,11 +31,6 @@ def gigabytes_per_second(ms_per_byte: float) -> float:
     return 1.0 / (ms_per_byte * _BYTES_PER_MS_AND_GIGABYTE)
 
 
-def received_bytes(tokens: float, cp_size: int, bytes_per_token: float) -> float:
-    """Bytes that each of ``cp_size`` ranks receives when it gathers a micro-batch once."""
-    return tokens * bytes_per_token * (cp_size - 1) / cp_size
-
-
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
     """Costs of a micro-batch that several ranks share. Nothing of it is taken to overlap with work.

@@ -11,12 +11,8 @@ import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_with
 from sparsebalance_megatron.cost.exchange import Exchange
-from sparsebalance_megatron.cost.model import (
-    OF_FLASH_ATTENTION_4,
-    CostModel,
-    selection_efficiency,
-)
-from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part, SegmentCost
+from sparsebalance_megatron.cost.model import OF_FLASH_ATTENTION_4, CostModel, selection_efficiency
+from sparsebalance_megatron.cost.parts import Direction, Part, SegmentCost
 from sparsebalance_megatron.cost.table import (
     CostRow,
     CostTable,
@@ -25,7 +21,7 @@ from sparsebalance_megatron.cost.table import (
     ModelShape,
     RunIdentity,
 )
-from sparsebalance_megatron.cost.work_model import FEATURES, by_feature, work_model_named
+from sparsebalance_megatron.cost.work_model import FEATURES, by_feature, features, work_model_named
 from sparsebalance_megatron.flash_attention import will_serve
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 
@@ -68,11 +64,9 @@ def configured_cost_model(
         CostTableError: the table was measured for something else.
     """
     if config.cost_table is not None:
-        configured = {"block_size": config.block_size, "selection": config.selection}
-        compared = {**configured, **shape.flat(), **run}
-        if config.layer_budgets == ALL_DENSE:
-            # Nothing is selected.
-            del compared["selection"]
+        compared = {"block_size": config.block_size, **shape.flat(), **run}
+        if config.layer_budgets != ALL_DENSE:  # else nothing is selected
+            compared["selection"] = config.selection
         table = CostTable.load(config.cost_table)
         table.check_matches(compared)
         cost = fit_cost_model(table)
@@ -111,23 +105,16 @@ def configured_cost_model(
 
 def fit_cost_model(table: CostTable) -> CostModel:
     """Non-negative least squares on relative errors, so that small and large both fit."""
-    identity, timed = table.identity, table.rows_by_part
-    fitted = {
-        direction: {
-            part: _fit_rows(rows, part, identity)
-            for part in Part
-            if (rows := timed.get((part, direction), [])) or part in OF_EVERY_MODEL
-        }
-        for direction in Direction
-    }
+    identity = table.identity
     versions = ", ".join(f"{name} {version}" for name, version in table.versions.items())
     return CostModel(
         block_size=identity.block_size,
         work=work_model_named(identity.selection),
         exchange=_measured_exchange(table),
         segments=table.segments or SegmentCost(),
-        forward_ms=fitted[Direction.FORWARD],
-        backward_ms=fitted[Direction.BACKWARD],
+        ms_per_unit={
+            timed: _fit_rows(rows, timed[0], identity) for timed, rows in table.rows_by_part.items()
+        },
         source=f"{len(table.rows)} measurements of {table.date} on {identity.device}, "
         f"{identity.dtype} ({versions})",
         device=identity.device,
@@ -183,14 +170,15 @@ def _features_per_ms(rows: Sequence[CostRow], identity: RunIdentity) -> np.ndarr
     """[rows, 5] features over measured ms: their products with coefficients are 1 where these
     predict what was measured."""
     work = work_model_named(identity.selection)
-    features = np.stack([row.features(identity.block_size, work) for row in rows])
-    return features / np.array([row.ms_median for row in rows])[:, None]
+    of_rows = [
+        features(row.lengths_tokens, row.budget_blocks or np.inf, identity.block_size, work)
+        for row in rows
+    ]
+    return np.stack(of_rows) / np.array([row.ms_median for row in rows])[:, None]
 
 
 def _fit_rows(rows: Sequence[CostRow], part: Part, identity: RunIdentity) -> tuple[float, ...]:
-    """Coefficients of one part in one direction; no rows mean that it is never timed."""
-    if not rows:
-        return by_feature({})
+    """Coefficients of one part in one direction."""
     names = _COMMON_FEATURES + ((_PAIRS[part],) if part in _PAIRS else ())
     relative = _features_per_ms(rows, identity)[:, [FEATURES.index(name) for name in names]]
     # Here, because it takes a second to load, and only measured tables are fitted.

@@ -115,13 +115,6 @@ class MemoryModel:
             return 0.0
         return 4 * self.selected_blocks_per_token / self.shape.tensor_parallel_size
 
-    @property
-    def keys_and_values_per_token(self) -> float:
-        """Numbers of one layer's keys and values on one tensor-parallel rank."""
-        shape = self.shape
-        head_dims = shape.head_dim + shape.value_dim
-        return head_dims * shape.num_query_groups / shape.tensor_parallel_size
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokensHeld:
@@ -155,7 +148,9 @@ def stage_memory(model: MemoryModel, stage: int, held: TokensHeld) -> StageMemor
         # again.
         kept_tokens = _FLOAT * held.longest
         kept_tokens += _HALF * tokens_in_flight if model.recompute_all else 0.0
-        activations += kept_tokens * layers * model.keys_and_values_per_token
+        shape = model.shape
+        head_dims = (shape.head_dim + shape.value_dim) * shape.num_query_groups
+        activations += kept_tokens * layers * head_dims / shape.tensor_parallel_size
     if model.recompute_all:
         # One layer at a time is computed again, and then held whole.
         activations += held.largest * replace(model, recompute_all=False).layer_bytes_per_token()

@@ -120,16 +120,17 @@ def selection_efficiency(work: WorkModel, block_size: int) -> Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """ms per unit of every feature, in the order of :data:`.FEATURES`; parts of a layer per layer.
+    """Costs of a model.
 
-    ``source``: where the numbers come from. ``efficiency``: at which operations were counted; None
-    where they were measured. ``list_kernel``, ``dense_kernel``: by which attention to lists, and
-    dense attention, was measured, if it was.
+    ``ms_per_unit``: of every feature, in the order of :data:`.FEATURES`; parts of a layer per
+    layer, and nothing where a part is not timed. ``source``: where the numbers come from.
+    ``efficiency``: at which operations were counted; None where they were measured.
+    ``list_kernel``, ``dense_kernel``: by which attention to lists, and dense attention, was
+    measured, if it was.
     """
 
     block_size: int
-    forward_ms: Mapping[Part, tuple[float, ...]]
-    backward_ms: Mapping[Part, tuple[float, ...]]
+    ms_per_unit: Mapping[tuple[Part, Direction], tuple[float, ...]]
     source: str
     work: WorkModel = field(default_factory=lambda: work_model_named(DEFAULT_SELECTION), repr=False)
     exchange: Exchange = field(default=Exchange())
@@ -140,9 +141,8 @@ class CostModel:
     device: str = "an unknown device"
 
     def coefficients_ms(self, part: Part, direction: Direction) -> np.ndarray:
-        """[5] ms per unit of every feature; zeros for experts of a model without any."""
-        rows = self.forward_ms if direction is Direction.FORWARD else self.backward_ms
-        return np.array(rows.get(part, by_feature({})), dtype=np.float64)
+        """[5] ms per unit of every feature; zeros for what is not timed."""
+        return np.array(self.ms_per_unit.get((part, direction), by_feature({})), dtype=np.float64)
 
     def with_recompute(self, *, full: bool, attention_only: bool) -> "CostModel":
         """A model whose backward contains the forward, and what it exchanges, that activation
@@ -155,12 +155,12 @@ class CostModel:
         if not (full or attention_only):
             return self
         repeated = _FULL_RECOMPUTE if full else _ATTENTION_RECOMPUTE
-        backward_ms = dict(self.backward_ms)
-        for part in repeated & backward_ms.keys():
-            pairs = zip(self.backward_ms[part], self.forward_ms[part], strict=True)
-            backward_ms[part] = tuple(backward + forward for backward, forward in pairs)
+        ms_per_unit = dict(self.ms_per_unit)
+        for part in repeated:
+            both_F = np.add(*(self.coefficients_ms(part, direction) for direction in Direction))
+            ms_per_unit[part, Direction.BACKWARD] = tuple(both_F.tolist())
         exchange = replace(self.exchange, repeated=True)
-        return replace(self, backward_ms=backward_ms, exchange=exchange)
+        return replace(self, ms_per_unit=ms_per_unit, exchange=exchange)
 
     def with_frozen_weights(self) -> "CostModel":
         """A model whose weights take no gradients, as under low-rank adapters (LoRA).
@@ -169,12 +169,11 @@ class CostModel:
         for its weights; the second falls away. The adapters' own products are left out: they are
         smaller by their rank over the hidden size.
         """
-        kept = {Part.LINEAR: 0.5, Part.HEAD: 0.5, Part.EMBEDDING: 0.0}
-        backward_ms = {
-            part: tuple(kept.get(part, 1.0) * value for value in row)
-            for part, row in self.backward_ms.items()
-        }
-        return replace(self, backward_ms=backward_ms)
+        ms_per_unit = dict(self.ms_per_unit)
+        for part, kept in ((Part.LINEAR, 0.5), (Part.HEAD, 0.5), (Part.EMBEDDING, 0.0)):
+            row = ms_per_unit[part, Direction.BACKWARD]
+            ms_per_unit[part, Direction.BACKWARD] = tuple(kept * value for value in row)
+        return replace(self, ms_per_unit=ms_per_unit)
 
     def with_bandwidth(self, gigabytes_per_second: float | None) -> "CostModel":
         """A model whose ranks receive keys and values at one bandwidth at every cp_size, if any."""
@@ -191,16 +190,14 @@ class CostModel:
         if self.efficiency is None or self.efficiency.dense == OF_MODEL_ATTENTION:
             return self
         counted, own = self.efficiency, replace(self.efficiency, dense=OF_MODEL_ATTENTION)
-
-        def with_own(rows: Mapping[Part, tuple[float, ...]]) -> dict[Part, tuple[float, ...]]:
-            dense = rows[Part.DENSE_ATTENTION]
-            own_ms = tuple(value * counted.dense / own.dense for value in dense)
-            return {**rows, Part.DENSE_ATTENTION: own_ms}
-
+        ms_per_unit = dict(self.ms_per_unit)
+        for direction in Direction:
+            row = ms_per_unit[Part.DENSE_ATTENTION, direction]
+            own_ms = tuple(value * counted.dense / own.dense for value in row)
+            ms_per_unit[Part.DENSE_ATTENTION, direction] = own_ms
         return replace(
             self,
-            forward_ms=with_own(self.forward_ms),
-            backward_ms=with_own(self.backward_ms),
+            ms_per_unit=ms_per_unit,
             segments=replace(
                 self.segments,
                 dense_slowness=self.segments.dense_slowness * own.dense / counted.dense,
@@ -249,24 +246,22 @@ class CostModel:
             Part.HEAD: ({"tokens": 2.0 * shape.vocabulary_weights * share}, efficiency.linear),
         }
         peak = DEVICES[device].flops_per_ms
-        forward_ms = {
-            part: tuple(count / (peak * reached) for count in by_feature(counts))
-            for part, (counts, reached) in counted.items()
-        }
-        backward_ms = {
-            part: tuple(_BACKWARD_OVER_FORWARD[part] * value for value in row)
-            for part, row in forward_ms.items()
-        }
+        ms_per_unit = {}
+        for part, (counts, reached) in counted.items():
+            row = tuple(count / (peak * reached) for count in by_feature(counts))
+            ms_per_unit[part, Direction.FORWARD] = row
+            backward = tuple(_BACKWARD_OVER_FORWARD[part] * value for value in row)
+            ms_per_unit[part, Direction.BACKWARD] = backward
         if shape.experts is not None:
             operations = 2.0 * shape.routed_weights(shape.experts.top_k) * share
             products_ms = operations / (peak * efficiency.experts)
             sent_ms = exchange_ms_per_token(shape, expert_parallel_size, gigabytes_per_second)
-            forward_ms[Part.EXPERTS] = by_feature({"tokens": products_ms + sent_ms})
-            backward_ms[Part.EXPERTS] = by_feature({"tokens": 2.0 * products_ms + sent_ms})
+            for direction, factor in zip(Direction, (1.0, 2.0), strict=True):
+                token_ms = factor * products_ms + sent_ms
+                ms_per_unit[Part.EXPERTS, direction] = by_feature({"tokens": token_ms})
         return cls(
             block_size=block_size,
-            forward_ms=forward_ms,
-            backward_ms=backward_ms,
+            ms_per_unit=ms_per_unit,
             work=work,
             exchange=Exchange.of(shape),
             source=f"counted operations of {selection} on {device.upper()}, {efficiency}",
@@ -334,10 +329,7 @@ class StageScales:
 
     @classmethod
     def of(
-        cls,
-        scales_2PV: np.ndarray,
-        slowness_RP: np.ndarray | None = None,
-        cut_ratio: float = 1.0,
+        cls, scales_2PV: np.ndarray, slowness_RP: np.ndarray | None = None, cut_ratio: float = 1.0
     ) -> "StageScales":
         """Scales from copies of arrays; without slowness, all devices are alike."""
         if slowness_RP is None:

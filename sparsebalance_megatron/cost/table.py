@@ -24,7 +24,7 @@ from sparsebalance_megatron.cost.parts import (
     Part,
     SegmentCost,
 )
-from sparsebalance_megatron.cost.work_model import WorkModel, features, work_model_named
+from sparsebalance_megatron.cost.work_model import work_model_named
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.json_file import UnreadableFileError, checked, read_json
 
@@ -164,12 +164,6 @@ class RunIdentity:
     selection: str
     shape: ModelShape
 
-    def flat(self) -> dict[str, Any]:
-        """Field -> value; those of the shape are named ``shape.FIELD``."""
-        values = asdict(self)
-        del values["shape"]
-        return values | self.shape.flat()
-
 
 class CostRow(msgspec.Struct, frozen=True, kw_only=True, rename={"part": "kind"}):
     """One measurement: a part of the model on one packed micro-batch.
@@ -185,11 +179,6 @@ class CostRow(msgspec.Struct, frozen=True, kw_only=True, rename={"part": "kind"}
     ms_median: MeasuredMs
     ms_spread: SpreadMs
     repeats: Count
-
-    def features(self, block_size: int, work: WorkModel) -> np.ndarray:
-        """[5] feature vector of the measured micro-batch."""
-        budget = np.inf if self.budget_blocks is None else self.budget_blocks
-        return features(self.lengths_tokens, budget, block_size, work)
 
 
 class ExchangeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -267,8 +256,9 @@ class CostTable:
                 raise CostTableError(f"{self.place}: no row for {part} {direction}; {_REMEDY}")
 
     def check_matches(self, run: Mapping[str, Any]) -> None:
-        """Check that the table was measured for a run; what it lacks is not compared."""
-        own = self.identity.flat()
+        """Check that the table was measured for a run: fields of its identity, and of its shape as
+        ``shape.FIELD``; what it lacks is not compared."""
+        own = vars(self.identity) | self.identity.shape.flat()
         differences = [
             f"{name} is {own[name]} in the table, {value} in this run"
             for name, value in run.items()

@@ -246,8 +246,6 @@ class HostPlanner:
             plan_settings=job.plan_settings(config, job.padded(job.max_sample_tokens)),
             cost=cost,
             coverage=self.coverage,
-            calibrate=config.calibration,
-            selection=config.selection_rule,
             dense_counted=self._dense_by_costs and cost.efficiency is not None,
             clock=clock,
         )

@@ -240,12 +240,9 @@ class StepFigures:
         plan, scales, totals = planned.plan, planned.scales, measured.coverage
         expected = plan.expectation
         makespan_R = measured.schedule_ms.max(axis=1)
-        busy_R, predicted_R = (
-            rank_busy_ms(times) for times in (measured.own_2RPVM, expected.times_2RPVM)
-        )
-        busy_RP, predicted_RP = (
-            stage_busy_ms(times) for times in (measured.own_2RPVM, expected.times_2RPVM)
-        )
+        both = measured.own_2RPVM, expected.times_2RPVM
+        busy_R, predicted_R = map(rank_busy_ms, both)
+        busy_RP, predicted_RP = map(stage_busy_ms, both)
         # Without what calibration has learnt: that a stage is slow.
         table_RP = stage_busy_ms(expected.times_2RPVM / scales.factors_2RPV[..., None])
         relative_RP = busy_RP / table_RP / (busy_RP / table_RP).mean()
@@ -282,9 +279,8 @@ class StepFigures:
 
     def log_line(self) -> dict[str, float]:
         """Name -> value of the figures in the trainer's log line, alike on all ranks."""
-        values = {name: getattr(self, name) for name in LOG_LINE}
-        values |= {name: count for name in COUNTS_IN_LOG_LINE if (count := getattr(self, name))}
-        return {name.replace("_", "-"): float(value) for name, value in values.items()}
+        names = (*LOG_LINE, *(name for name in COUNTS_IN_LOG_LINE if getattr(self, name)))
+        return {name.replace("_", "-"): float(getattr(self, name)) for name in names}
 
     def scalars(self) -> dict[str, float]:
         """Name -> value of everything else that was measured; stages count from 0."""

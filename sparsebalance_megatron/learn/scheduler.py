@@ -248,13 +248,8 @@ class Scheduler:
         if dense:
             most = training.coverage.max_blocks
             config = replace(config, base_budget=most, layer_budgets=None)
-        planner = StepPlanner(
-            job=job,
-            plan_settings=replace(training.plan_settings, config=config),
-            cost=training.cost,
-            coverage=training.coverage,
-            calibrate="off",
-        )
+        settings = replace(training.plan_settings, config=config)
+        planner = replace(training, job=job, plan_settings=settings)
         sizes = BatchSizes.constant(global_batch_size)
         return Scheduler(planner, job=job, index=index, batch_sizes=sizes, uncapped=True)
 

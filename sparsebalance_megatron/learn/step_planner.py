@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsebalance_megatron.config import DEFAULT_SELECTION, SparseBalanceConfig
-from sparsebalance_megatron.config import Calibration as CalibrationChoice
+from sparsebalance_megatron.config import SparseBalanceConfig
 from sparsebalance_megatron.cost.model import CostModel, StageScales
 from sparsebalance_megatron.layer_budgets import ALL_DENSE
 from sparsebalance_megatron.learn.calibration import Calibration, DeviceSlowness
@@ -86,17 +85,15 @@ def _budgets_of(config: SparseBalanceConfig) -> str:
 class StepPlanner:
     """Plans steps, and learns from how they went.
 
-    ``job``: how steps are cut up; plans may be of other numbers of micro-batches. ``selection``:
-    that coverage is measured with. ``dense_counted``: the length up to which documents are dense
-    follows from counted operations. ``clock``: seconds, for the time that planning takes.
+    ``job``: how steps are cut up; plans may be of other numbers of micro-batches.
+    ``dense_counted``: the length up to which documents are dense follows from counted operations.
+    ``clock``: seconds, for the time that planning takes.
     """
 
     job: Job
     plan_settings: PlanSettings
     cost: CostModel
     coverage: CoverageCurves
-    calibrate: CalibrationChoice
-    selection: str = DEFAULT_SELECTION
     dense_counted: bool = False
     clock: Callable[[], float] = time.perf_counter
 
@@ -156,19 +153,21 @@ class StepPlanner:
         # Dense layers rank no blocks, so that they have no curves.
         counts_LU = np.where(self._dense_L[:, None], 0, measured.coverage.counts_LU)
         self.coverage.observe(measured.coverage.sums_LUK, counts_LU)
-        if self.calibrate != "off":
+        calibrate = self.plan_settings.config.calibration
+        if calibrate != "off":
             self._calibration.update(planned, measured)
-        if self.calibrate == "measured":
+        if calibrate == "measured":
             self._device_speed.update(planned, measured)
 
     def state_dict(self) -> dict[str, Any]:
         """State that later plans depend on besides lengths, in plain Python types; without device
         speeds, since a restart may run on other devices."""
+        config = self.plan_settings.config
         return {
             "version": _STATE_VERSION,
-            "selection": self.selection,
-            "dense_up_to_tokens": self.plan_settings.config.dense_up_to_tokens,
-            "dense_up_to_of": _budgets_of(self.plan_settings.config),
+            "selection": config.selection_rule,
+            "dense_up_to_tokens": config.dense_up_to_tokens,
+            "dense_up_to_of": _budgets_of(config),
             "dense_up_to_counted": self.dense_counted,
             "coverage": self.coverage.state_dict(),
             "calibration": self._calibration.state_dict(),
@@ -184,9 +183,10 @@ class StepPlanner:
                 f"{_STATE_VERSION}; resume with the release that wrote it, or with --finetune"
             )
         afresh = []
-        measured_with = state.get("selection", self.selection)
+        selection = self.plan_settings.config.selection_rule
+        measured_with = state.get("selection", selection)
         for name, learner in (("coverage", self.coverage), ("calibration", self._calibration)):
-            if name == "coverage" and measured_with != self.selection:
+            if name == "coverage" and measured_with != selection:
                 afresh.append(f"{name} starts afresh: selection {measured_with} measured it")
                 continue
             try:

@@ -148,7 +148,6 @@ class Workload:
             plan_settings=self.plan_settings,
             cost=self.cost,
             coverage=self.coverage,
-            calibrate="off",
             clock=time.process_time,
         )
         known = planner.knowledge()

@@ -35,7 +35,7 @@ from sparsebalance_megatron.config import (
     DenseAttention,
     SparseBalanceConfig,
 )
-from sparsebalance_megatron.cost.exchange import Exchange, received_bytes
+from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.table import ExchangeRow
 from sparsebalance_megatron.megatron.compat import enable_variable_lengths, gpt_model
@@ -366,10 +366,7 @@ def measured_exchanges(
     block_size = choices.block_size
     rows = []
     with data_parallel_world(device):
-        groups = make_sequence_groups(
-            ranks & -ranks,
-            timeout_minutes=_TIMEOUT_MINUTES,
-        )
+        groups = make_sequence_groups(ranks & -ranks, timeout_minutes=_TIMEOUT_MINUTES)
         config = transformer_config(args)
         for size, group in groups.by_size.items() if groups is not None else ():
             lengths = {max(size * block_size, args.seq_length // divisor) for divisor in _DIVISORS}
@@ -410,9 +407,8 @@ def _timed_rows(
     clock: Clock,
 ) -> list[ExchangeRow]:
     # As often on all members: a clock would stop them at different repeats.
-    repeats = thoroughness.most_repeats
     runs_ms = []
-    for _ in range(thoroughness.warm_up + repeats):
+    for _ in range(thoroughness.warm_up + thoroughness.most_repeats):
         dist.barrier(group.process_group)
         runs_ms.append(time_once(timed, clock))
     of_members: list[Any] = [None] * group.members
@@ -423,7 +419,7 @@ def _timed_rows(
     return [
         ExchangeRow(
             width=group.members,
-            received_bytes=round(received_bytes(tokens, group.members, bytes_per_token)),
+            received_bytes=round(tokens * bytes_per_token * cost.received_share(group.members)),
             **median_and_spread(times_ms),
         )
         for bytes_per_token, times_ms in zip(per_token, slowest_ms.T, strict=True)

@@ -26,13 +26,7 @@ from sparsebalance_megatron.megatron.arguments import WITHOUT_SIDE_EFFECTS, devi
 from sparsebalance_megatron.megatron.datasets import quiet_imports
 from sparsebalance_megatron.megatron.timing import Clock, CudaEventClock, HostClock
 from sparsebalance_megatron.plan.coverage import budget_grid
-from sparsebalance_megatron.profile.cells import (
-    Cell,
-    Thoroughness,
-    measure,
-    plan_cells,
-    time_once,
-)
+from sparsebalance_megatron.profile.cells import Cell, Thoroughness, measure, plan_cells, time_once
 
 _ONE_RANK: dict[str, Any] = {
     name: value

@@ -142,8 +142,6 @@ class Inputs:
             plan_settings=self.plan_settings,
             cost=self.cost,
             coverage=self.settings.host_job.coverage(config),
-            calibrate=config.calibration,
-            selection=config.selection_rule,
             dense_counted=self.dense_counted,
         )
         ahead = config.planning == "ahead"

@@ -200,7 +200,6 @@ def planned(
         plan_settings=plan_cases.plan_settings(**plan_settings),
         cost=plan_cases.cost_model(),
         coverage=plan_cases.coverage_curves(job.layers),
-        calibrate="off",
     )
     return planner.plan(0, lengths, job, planner.knowledge())
 

@@ -9,7 +9,7 @@ import numpy as np
 from step_cases import SHAPE
 
 from sparsebalance_megatron.cost.model import CostModel, StageScales
-from sparsebalance_megatron.cost.parts import OF_EVERY_MODEL, Direction, Part
+from sparsebalance_megatron.cost.parts import NEVER_TIMED, OF_EVERY_MODEL, Direction, Part
 from sparsebalance_megatron.cost.table import CostRow, CostTable, RunIdentity
 from sparsebalance_megatron.cost.work_model import features
 
@@ -37,10 +37,11 @@ FORWARD_MS = {
 }
 PLANTED = CostModel(
     block_size=IDENTITY.block_size,
-    forward_ms=FORWARD_MS,
-    backward_ms={
-        part: tuple((2.0 if part is not Part.ROUTER else 0.0) * ms for ms in row)
+    ms_per_unit={
+        (part, direction): tuple(factor * ms for ms in row)
         for part, row in FORWARD_MS.items()
+        for direction, factor in ((Direction.FORWARD, 1.0), (Direction.BACKWARD, 2.0))
+        if (part, direction) not in NEVER_TIMED
     },
     source="planted",
 )
@@ -100,16 +101,11 @@ def planted_table(noise: float = 0.0) -> CostTable:
 
 @dataclass(frozen=True)
 class Times:
-    """What a learner sees of a planned or a measured step."""
+    """What a learner sees of a planned step."""
 
     times_2RPVM: np.ndarray
     scales: StageScales
-
     cut_M: tuple[bool, ...] = ()
-
-    @property
-    def own_2RPVM(self) -> np.ndarray:
-        return self.times_2RPVM
 
     @property
     def cut_RM(self) -> np.ndarray:

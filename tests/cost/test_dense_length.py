@@ -91,17 +91,17 @@ def test_counted_rates_are_those_of_the_kernels_that_run(selection: str, tokens:
     with pytest.warns(UserWarning, match="operations counted"):
         cost = job.cost_model(config, {})
         exact = of_model.cost_model(replace(config, layer_budgets="dense:all", tuning="off"), {})
-        assert of_model.cost_model(config, {}).forward_ms == exact.forward_ms
+        assert of_model.cost_model(config, {}).ms_per_unit == exact.ms_per_unit
         for changes in ({"dense_attention": "torch"}, {"attention": "blocks"}):
             other = of_model.cost_model(replace(config, **changes), {})
-            assert other.forward_ms == cost.forward_ms
+            assert other.ms_per_unit == cost.ms_per_unit
         cuts = of_model.cost_model(replace(config, max_segments=2), {})
-    assert cuts.forward_ms == exact.forward_ms and cost.segments.dense_slowness == 1.0
+    assert cuts.ms_per_unit == exact.ms_per_unit and cost.segments.dense_slowness == 1.0
     assert cuts.segments.dense_slowness == pytest.approx(0.58 / 0.33), "in segments torch's runs"
     assert with_dense_length(config, cost, 1 << 20).dense_up_to_tokens == tokens
     assert crossing_tokens(exact, 32, 1 << 20) > tokens
     assert exact == exact.with_model_attention
-    assert exact.forward_ms == cost.with_model_attention.forward_ms
+    assert exact.ms_per_unit == cost.with_model_attention.ms_per_unit
     assert "dense attention 58%" in exact.source and "dense attention 33%" in cost.source
     for direction in Direction:
         ours, own = (

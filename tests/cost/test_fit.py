@@ -13,12 +13,7 @@ from cost.cost_cases import IDENTITY, PLANTED, planted_table
 from step_cases import SHAPE
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.exchange import (
-    Exchange,
-    gigabytes_per_second,
-    ms_per_byte,
-    received_bytes,
-)
+from sparsebalance_megatron.cost.exchange import Exchange, gigabytes_per_second, ms_per_byte
 from sparsebalance_megatron.cost.fit import (
     configured_cost_model,
     doubts,
@@ -101,7 +96,7 @@ def test_what_sharing_a_sequence_takes_by_hand() -> None:
     assert exchange.gradient_bytes_per_token == 2 * 2 * 128 * 4
     assert (exchange.query_heads, exchange.kv_heads) == (2, 2)
     assert Exchange.of(shape, "float32").bytes_per_token == 2 * 2 * 128 * 4
-    assert received_bytes(1000, 4, exchange.bytes_per_token) == 750 * 1024
+    assert exchange.received_share(4) == 0.75
     assert ms_per_byte(50.0) == pytest.approx(1e3 / 50e9)
     assert gigabytes_per_second(ms_per_byte(200.0)) == pytest.approx(200.0)
     # A backward gathers again and scatters.
@@ -170,7 +165,7 @@ def test_a_table_of_another_selection_serves_dense_attention_alone(tmp_path: Pat
     table = planted_table()
     (path := tmp_path / "table.json").write_text(table.text())
     how: dict[str, Any] = {"block_size": IDENTITY.block_size, "cost_table": str(path)}
-    run = replace(IDENTITY, selection="token-query-head").flat()
+    run = {"device": IDENTITY.device, "dtype": IDENTITY.dtype}
     exact = SparseBalanceConfig(**how, layer_budgets="dense:all", tuning="off")
     assert configured_cost_model(exact, IDENTITY.shape, run).source
     with pytest.raises(CostTableError, match="selection is previous-block in the table"):

@@ -34,7 +34,7 @@ def test_prediction_equals_the_oracles_sum(documents: list[tuple[int, int]]) -> 
     row = features(lengths, budgets, PLANTED.block_size, PLANTED.work)
     for part in (part for part in Part if part is not Part.EXPERTS):
         expected = oracle.micro_batch_ms(
-            lengths, budgets, PLANTED.block_size, PLANTED.forward_ms[part]
+            lengths, budgets, PLANTED.block_size, PLANTED.ms_per_unit[part, Direction.FORWARD]
         )
         assert predict_ms(PLANTED, part, Direction.FORWARD, row) == pytest.approx(
             expected, rel=1e-9
@@ -49,8 +49,9 @@ def test_recompute_adds_the_forward_it_repeats() -> None:
         (False, True, attention),
     ):
         model = PLANTED.with_recompute(full=full, attention_only=attention_only)
-        assert model.forward_ms == PLANTED.forward_ms
         for part in Part:
+            forwards = (each.coefficients_ms(part, Direction.FORWARD) for each in (model, PLANTED))
+            np.testing.assert_array_equal(*forwards)
             expected = PLANTED.coefficients_ms(part, Direction.BACKWARD)
             if part in repeated:
                 expected = expected + PLANTED.coefficients_ms(part, Direction.FORWARD)
@@ -61,15 +62,17 @@ def test_frozen_weights_leave_one_product_of_two() -> None:
     """Counted by hand: a projection's backward is as long as its forward, attention as before."""
     model = CostModel.analytic(IDENTITY.shape, 64)
     frozen = model.with_frozen_weights()
-    assert frozen.forward_ms == model.forward_ms
-    for part in (Part.LINEAR, Part.HEAD):
-        assert frozen.backward_ms[part] == model.forward_ms[part]
-    assert not any(frozen.backward_ms[Part.EMBEDDING])
-    for part in (Part.ATTENTION, Part.ROUTER):
-        assert frozen.backward_ms[part] == model.backward_ms[part]
+    changed = {(part, Direction.BACKWARD) for part in (Part.LINEAR, Part.HEAD, Part.EMBEDDING)}
+    for timed in model.ms_per_unit.keys() - changed:
+        assert frozen.ms_per_unit[timed] == model.ms_per_unit[timed]
+    for part, direction in changed:
+        forward = model.ms_per_unit[part, Direction.FORWARD]
+        nothing = (0.0,) * len(forward)
+        expected = nothing if part is Part.EMBEDDING else forward
+        assert frozen.ms_per_unit[part, direction] == expected
     recomputed = frozen.with_recompute(full=True, attention_only=False)
-    assert recomputed.backward_ms[Part.LINEAR] == tuple(
-        2 * value for value in model.forward_ms[Part.LINEAR]
+    assert recomputed.ms_per_unit[Part.LINEAR, Direction.BACKWARD] == tuple(
+        2 * value for value in model.ms_per_unit[Part.LINEAR, Direction.FORWARD]
     )
 
 

@@ -48,7 +48,6 @@ def make_scheduler(
         plan_settings=plan_settings(**{"block_size": BLOCK_TOKENS, "base_budget": 6} | choices),
         cost=cost_model(choices.get("block_size", BLOCK_TOKENS)),
         coverage=CoverageCurves(job.layers, max_blocks, 0.5),
-        calibrate="measured",
         clock=clock,
     )
     return Scheduler(planner, job=job, index=index, batch_sizes=sizes, worker=worker)

@@ -91,9 +91,7 @@ def test_long_micro_batches_outweigh_many_short_ones() -> None:
     measured = predicted * np.array([3.0, 3.0, 3.0, 3.0, 1.25])
     measured[1] *= 2
     for _ in range(20):
-        calibration.update(
-            Times(predicted, StageScales.ones(1)), Times(measured, StageScales.ones(1))
-        )
+        calibration.update(Times(predicted, StageScales.ones(1)), step_measurement(measured))
     assert calibration.snapshot().scales_2PV.ravel() == pytest.approx([1.25, 2.5])
 
 
@@ -144,7 +142,7 @@ def test_what_cutting_takes_is_learnt_apart_from_the_stages() -> None:
         scales, cut = calibration.snapshot(), np.array(cut_M)
         predicted = base_2RPVM * scales.factors_2RPV[..., None] * np.where(cut, scales.cut_ratio, 1)
         measured = 3.0 * base_2RPVM * np.where(cut, truth, 1.0)
-        calibration.update(Times(predicted, scales, cut_M), Times(measured, scales, cut_M))
+        calibration.update(Times(predicted, scales, cut_M), step_measurement(measured))
     assert calibration.snapshot().cut_ratio == pytest.approx(truth)
     np.testing.assert_allclose(calibration.snapshot().scales_2PV, 3.0)
     restored = Calibration(STAGES, CHUNKS)
@@ -211,7 +209,7 @@ def test_a_single_rank_has_nobody_to_compare_with() -> None:
     learner = DeviceSlowness(1, 2)
     for _ in range(8):
         times, scales = np.ones((2, 1, 2, 1, 2)), StageScales.ones(2)
-        learner.update(Times(times, scales), Times(3 * times, scales))
+        learner.update(Times(times, scales), step_measurement(3 * times))
     assert (learner.snapshot() == 1.0).all()
 
 
@@ -228,7 +226,7 @@ def mean_step(slow_every, *, learns=True, steps=240):
         slowness = StageScales.of(scales.scales_2PV, known[-2][:, None])
         predicted = work * known[-2].reshape(1, 2, 1, 1, 1)
         measured = work * slowness_R.reshape(1, 2, 1, 1, 1)
-        learner.update(Times(predicted, slowness), Times(measured, slowness))
+        learner.update(Times(predicted, slowness), step_measurement(measured))
         known.append(learner.snapshot()[:, 0] if learns else np.ones(2))
     return np.mean(ratios[steps // 2 :])
 

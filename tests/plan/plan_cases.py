@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig
-from sparsebalance_megatron.cost.model import CostModel, Part, StageScales
+from sparsebalance_megatron.cost.model import CostModel, Direction, Part, StageScales
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.budgets.policy import step_problem
 from sparsebalance_megatron.plan.coverage import CoverageCurves
@@ -35,10 +35,10 @@ FORWARD_MS = {
 
 
 def cost_model(block_size=64):
-    backward_ms = {part: tuple(2 * ms for ms in row) for part, row in FORWARD_MS.items()}
-    return CostModel(
-        block_size=block_size, forward_ms=FORWARD_MS, backward_ms=backward_ms, source="test"
-    )
+    cost = CostModel(block_size=block_size, ms_per_unit={}, source="test")
+    for part, forward_ms in FORWARD_MS.items():
+        cost = with_part(cost, forward_ms, part)
+    return cost
 
 
 def job_shape(ranks, micro_batches, stages=1, chunks=1, layers_per_chunk=2):
@@ -169,14 +169,11 @@ def check_segment_ms(plan):
         np.testing.assert_allclose(ms_2PM, expected.times_2RPVM[:, rank, :, 0], rtol=1e-12)
 
 
-def with_experts_part(cost, forward_ms):
-    """A cost model with experts, whose backward takes twice as long."""
-    backward_ms = tuple(2 * ms for ms in forward_ms)
-    return replace(
-        cost,
-        forward_ms=cost.forward_ms | {Part.EXPERTS: forward_ms},
-        backward_ms=cost.backward_ms | {Part.EXPERTS: backward_ms},
-    )
+def with_part(cost, forward_ms, part=Part.EXPERTS):
+    """A cost model with a part whose backward takes twice as long."""
+    both = forward_ms, tuple(2 * ms for ms in forward_ms)
+    rows = {(part, direction): row for direction, row in zip(Direction, both, strict=True)}
+    return replace(cost, ms_per_unit=cost.ms_per_unit | rows)
 
 
 def costs_without_constants(job, samples):

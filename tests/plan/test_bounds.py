@@ -18,7 +18,7 @@ from plan.plan_cases import (
     planned,
     random_cp_sizes,
     random_lengths,
-    with_experts_part,
+    with_part,
 )
 from plan.test_lockstep_plans import arguments
 
@@ -86,14 +86,14 @@ def test_no_plan_of_ranks_that_divide_experts_beats_the_bound(shape, seed, membe
     row = generator.uniform(0.0, 0.1), generator.uniform(), 10 ** generator.uniform(-5, -2), 0, 0
     slowness_RP = generator.uniform(0.7, 1.5, (shape[0], shape[2]))
     scales = StageScales.of(inputs["scales"].scales_2PV, slowness_RP)
-    cost = with_experts_part(inputs["cost"], row)
+    cost = with_part(inputs["cost"], row)
     expected = planned(**inputs | {"cost": cost, "scales": scales}).expectation
     assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
 
 
 def test_equal_samples_of_ranks_that_divide_experts_attain_the_bound():
     inputs = arguments((4, 3, 1, 1), 0, 4, size=1, tuning="off", positions="fixed")
-    cost = with_experts_part(inputs["cost"], (0.1, 0.2, 1e-3, 0.0, 0.0))
+    cost = with_part(inputs["cost"], (0.1, 0.2, 1e-3, 0.0, 0.0))
     expected = planned(**inputs | {"cost": cost, "lengths_tokens": [3000] * 12}).expectation
     assert expected.makespan_ms == pytest.approx(expected.lower_bound_ms)
 

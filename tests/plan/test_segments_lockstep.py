@@ -19,7 +19,7 @@ from plan.plan_cases import (
     random_lengths,
     step_inputs,
     tokens_in_flight,
-    with_experts_part,
+    with_part,
 )
 
 from sparsebalance_megatron.cost.parts import SegmentCost
@@ -41,7 +41,7 @@ def inputs(lengths, *, ranks=4, members=2, micro_batches=3, seed=0, free=False, 
         segments = SegmentCost(slowness=1.0, operation_ms=(0.0, 0.0))
     return step_inputs(
         *(job, lengths, seed),
-        cost=with_experts_part(replace(cost_model(BLOCK), segments=segments), EXPERTS_MS),
+        cost=with_part(replace(cost_model(BLOCK), segments=segments), EXPERTS_MS),
         slowness_RP=slowness_RP if seed % 2 else None,
         **{"max_segments": 8, "segment_tokens": 256, **changes},
     )

@@ -14,7 +14,7 @@ from plan.plan_cases import cost_model
 from predict.predict_cases import workload
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.cost.parts import Part
+from sparsebalance_megatron.cost.parts import Direction, Part
 from sparsebalance_megatron.predict.comparison import (
     DEFAULT,
     DYNAMIC,
@@ -187,12 +187,12 @@ def with_head(head_ms_per_token: float, stages: int = 3) -> Workload:
         config={"tuning": "off", "block_size": 64},
     )
     ends = {
-        part: (0.0, 0.0, ms, 0.0, 0.0)
+        (part, direction): (0.0, 0.0, ms, 0.0, 0.0)
         for part, ms in ((Part.HEAD, head_ms_per_token), (Part.EMBEDDING, 0.0))
+        for direction in Direction
     }
     cost = cost_model()
-    both = {"forward_ms": {**cost.forward_ms, **ends}, "backward_ms": {**cost.backward_ms, **ends}}
-    return replace(given, cost=replace(cost, **both))
+    return replace(given, cost=replace(cost, ms_per_unit=cost.ms_per_unit | ends))
 
 
 def predicted_ms(given: Workload, layers: tuple[int, ...]) -> float:

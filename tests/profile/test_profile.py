@@ -4,6 +4,7 @@
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +43,7 @@ BALANCE_FLAGS = (
 )
 PROFILE = ("-m", "sparsebalance_megatron.cli", "profile", "--quick", "-o")
 IDENTITY = RunIdentity(
-    device="cpu",
-    dtype="float32",
-    block_size=BLOCK_SIZE,
-    selection=DEFAULT_SELECTION,
-    shape=SHAPE,
+    device="cpu", dtype="float32", block_size=BLOCK_SIZE, selection=DEFAULT_SELECTION, shape=SHAPE
 )
 
 
@@ -73,7 +70,7 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
     assert [entry.name for entry in output.parent.iterdir()] == ["table.json"]
 
     table = CostTable.load(output)
-    table.check_matches(replace(IDENTITY, selection=selection).flat())
+    table.check_matches(vars(replace(IDENTITY, selection=selection)))
     # Of three blocks, one is read as columns where columns are selected.
     budgets = {row.budget_blocks or 0 for row in table.rows if row.part is Part.ATTENTION}
     assert max(budgets) >= 3
@@ -83,12 +80,10 @@ def test_a_tiny_model_gives_a_table_that_fits_and_predicts(
     assert table.segments is not None and model.segments.slowness >= 1.0
     assert {row.part for row in table.rows} == set(OF_EVERY_MODEL)
     short, long = (features([tokens], 4, BLOCK_SIZE, model.work) for tokens in (64, 4096))
-    for direction in Direction:
-        for part in model.forward_ms:
-            if (part, direction) in NEVER_TIMED:
-                continue
-            before, after = np.stack([short, long]) @ model.coefficients_ms(part, direction)
-            assert 0.0 < before <= after, f"{part} {direction}"
+    assert model.ms_per_unit.keys() | NEVER_TIMED == {*product(OF_EVERY_MODEL, Direction)}
+    for timed in model.ms_per_unit:
+        before, after = np.stack([short, long]) @ model.coefficients_ms(*timed)
+        assert 0.0 < before <= after, timed
 
 
 def test_the_faster_kernel_of_whole_documents_is_measured(tmp_path: Path) -> None:
@@ -120,7 +115,7 @@ def test_parallel_flags_give_one_ranks_share(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr[-4000:]
     shape = replace(IDENTITY.shape, tensor_parallel_size=2)
     run = replace(IDENTITY, dtype="bfloat16", shape=shape)
-    CostTable.load(output).check_matches(run.flat())
+    CostTable.load(output).check_matches(vars(run))
     assert [entry.name for entry in tmp_path.iterdir()] == ["table.json"]
 
 
@@ -128,9 +123,7 @@ def test_parallel_flags_give_one_ranks_share(tmp_path: Path) -> None:
 def test_two_ranks_measure_what_sharing_a_row_takes(tmp_path: Path) -> None:
     output = tmp_path / "table.json"
     run = run_training(
-        2,
-        [*MODEL_FLAGS, *BALANCE_FLAGS],
-        program=(*PROFILE, str(output), "--"),
+        2, [*MODEL_FLAGS, *BALANCE_FLAGS], program=(*PROFILE, str(output), "--")
     ).require_success()
     table = CostTable.load(output)
     kv_bytes, gradient_bytes = 2 * 2 * 16 * 4, 2 * 2 * 16 * 4

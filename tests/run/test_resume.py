@@ -27,9 +27,9 @@ from learn.scheduler_cases import GLOBAL_BATCH, make_scheduler
 from learn.scheduler_cases import index as index  # a fixture
 from megatron.core.dist_checkpointing import load_common_state_dict
 from plan.plan_cases import job_shape
+from step_cases import step_measurement
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from sparsebalance_megatron.cost.model import StageScales
 from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.learn.calibration import Calibration
 from sparsebalance_megatron.learn.scheduler import Scheduler
@@ -242,14 +242,14 @@ def scheduler(index: SampleIndex, *, data_parallel_size: int = 2, stages: int = 
 def learnt(index: SampleIndex, consumed_samples: int, **shape: int) -> dict:
     """State of a run that has observed curves and times, after that many samples."""
     run = scheduler(index, **shape)
-    curve_K = np.linspace(0.3, 1.0, len(run.coverage.grid))
-    run.coverage.observe(
-        np.broadcast_to(curve_K, run.coverage.mean_LUK.shape),
-        np.ones(run.coverage.observed_LU.shape),
+    curve_K = np.linspace(0.3, 1.0, len(run.planner.coverage.grid))
+    run.planner.coverage.observe(
+        np.broadcast_to(curve_K, run.planner.coverage.mean_LUK.shape),
+        np.ones(run.planner.coverage.observed_LU.shape),
     )
     stages, calibration = run.job.pipeline_stages, run.planner._calibration
-    times, scales = np.ones((2, 1, stages, 1, 1)), StageScales.ones(stages)
-    measured = Times(times * np.array([3.0, 2.0]).reshape(2, 1, 1, 1, 1), scales)
+    times = np.ones((2, 1, stages, 1, 1))
+    measured = step_measurement(times * np.array([3.0, 2.0]).reshape(2, 1, 1, 1, 1))
     for _ in range(3):
         calibration.update(Times(times, calibration.snapshot()), measured)
     run._finished_step = run.batch_sizes.step_at(consumed_samples) - 1

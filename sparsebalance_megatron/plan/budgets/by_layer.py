@@ -15,7 +15,6 @@ import numpy as np
 
 from sparsebalance_megatron.config import SparseBalanceConfig, flag_name
 from sparsebalance_megatron.cost.model import CostModel, StageScales
-from sparsebalance_megatron.cost.parts import Part
 from sparsebalance_megatron.cost.table import read_sensitivities
 from sparsebalance_megatron.cost.work_model import WorkModel
 from sparsebalance_megatron.layer_budgets import DENSE, dense_up_to_blocks, layer_budgets_text
@@ -78,7 +77,7 @@ def _layer_ms(
     """Predicted ms of a model of one layer over all samples: [K] at 0, 1, ... blocks, dense
     documents included, and with a dense layer, infinity where that is unknown."""
     length_X, count_X = np.unique(-(-lengths_tokens // config.block_size), return_counts=True)
-    knows_dense = Part.DENSE_ATTENTION in cost.forward_ms and config.attention != "tokens"
+    knows_dense = config.attention != "tokens"
     one_layer = Job.even(layers=1, ranks=1, stages=1)
     sparse = step_costs(length_X * config.block_size, one_layer, cost, StageScales.ones(1))
 
