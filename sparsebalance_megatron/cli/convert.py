@@ -143,13 +143,12 @@ def _print_flags(arguments: argparse.Namespace, model: "Decoder") -> None:
 
 def _from_hf_to_megatron(arguments: argparse.Namespace, model: "Decoder") -> None:
     """Write a Megatron checkpoint from a Hugging Face directory; print counts and flags."""
-    from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
     from sparsebalance_megatron.convert.megatron_model import model_arrays
     from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
     from sparsebalance_megatron.megatron.saved_model import save_release
 
     with WeightFiles(arguments.hf_dir) as files:
-        files.check_matches(parameters(model), spare=(OUTPUT,) if model.tie_word_embeddings else ())
+        files.check_matches(model)
         args, megatron_model = _built(model, arguments.passed_on, files.common_dtype())
         targets = dict(megatron_model.named_parameters())
         counts = read_weights(files, targets, model)
@@ -178,9 +177,8 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: "Decoder") -> Non
             f"vocab_size is {model.vocab_size}; train with --padded-vocab-size as from-hf prints "
             "it, or lower vocab_size"
         )
-    dtype = model.weights_dtype or saved.dtype
-    if arguments.dtype:
-        dtype = getattr(torch, arguments.dtype)
+    asked = getattr(torch, arguments.dtype) if arguments.dtype else None
+    dtype: torch.dtype = asked or model.weights_dtype or saved.dtype
     flags = ("--padded-vocab-size", str(saved.vocabulary_rows))
     args, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):

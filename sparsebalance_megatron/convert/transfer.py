@@ -9,12 +9,12 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -24,7 +24,6 @@ from sparsebalance_megatron.convert.hf_config import Decoder
 from sparsebalance_megatron.convert.mapping import (
     EMBEDDING,
     OUTPUT,
-    Parameter,
     experts_in,
     is_recomputed,
     parameters,
@@ -232,17 +231,18 @@ class WeightFiles(ExitStack):
             self._open(path)
         self.recomputed = sum(map(is_recomputed, self.tensors))
 
-    def check_matches(self, parameters: Sequence[Parameter], *, spare: Iterable[str] = ()) -> None:
-        """Raise, with the names, unless every source of the parameters is here with its shape, and
-        nothing else but ``spare`` ones."""
+    def check_matches(self, model: Decoder) -> None:
+        """Raise, with the names, unless every tensor of the model is here with its shape, and
+        nothing else but a copy of a tied embedding."""
         expected = {
-            name: shape for parameter in parameters for name, shape in parameter.sources.items()
+            name: shape for each in parameters(model) for name, shape in each.sources.items()
         }
+        spare = {OUTPUT} if model.tie_word_embeddings else set()
         if missing := expected.keys() - self.tensors.keys():
             raise ConvertError(
                 f"{self._directory}: tensors are missing: {listed(missing)}; {_BELONGING}"
             )
-        unknown = self.tensors.keys() - expected.keys() - set(spare)
+        unknown = self.tensors.keys() - expected.keys() - spare
         if unknown := {name for name in unknown if not is_recomputed(name)}:
             raise ConvertError(
                 f"{self._directory}: tensors that config.json does not account for: "
@@ -293,10 +293,7 @@ class WeightFiles(ExitStack):
 class _Index(msgspec.Struct):
     """Tensor -> file of an index; the files lie beside it."""
 
-    weight_map: Annotated[
-        dict[str, Annotated[str, msgspec.Meta(max_length=63, pattern=r"^[^/\x00]*[^/.\x00]$")]],
-        msgspec.Meta(min_length=1),
-    ]
+    weight_map: dict[str, str]
 
 
 def _paths(directory: Path) -> list[Path]:
@@ -306,7 +303,7 @@ def _paths(directory: Path) -> list[Path]:
             raise ConvertError(f"{directory}: neither {WHOLE} nor {INDEX}; {_SAVE}")
         return [directory / WHOLE]
     try:
-        names = sorted(set(read_json(index, _Index).weight_map.values()))
+        names = set(read_json(index, _Index).weight_map.values())
     except UnreadableFileError as error:
         raise ConvertError(f"{index}: {error}; {_SAVE}") from error
     if WHOLE not in names and (directory / WHOLE).exists():
@@ -314,9 +311,9 @@ def _paths(directory: Path) -> list[Path]:
             f"{directory}: {WHOLE} and {INDEX} are two sets of weights; remove one (transformers "
             f"reads {WHOLE})"
         )
-    if absent := [name for name in names if not (directory / name).exists()]:
+    if absent := names - {path.name for path in directory.iterdir()}:
         raise ConvertError(f"{index}: files are missing: {listed(absent)}; copy them, too")
-    return [directory / name for name in names]
+    return [directory / name for name in sorted(names)]
 
 
 def copy_companions(

@@ -24,7 +24,6 @@ from plan.plan_cases import job_shape
 from record_cases import rank_header, rank_step
 
 from sparsebalance_megatron.convert.hf_config import read_config
-from sparsebalance_megatron.convert.mapping import parameters
 from sparsebalance_megatron.convert.transfer import INDEX, WHOLE, WeightFiles
 from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.table import CostTable, CostTableError
@@ -138,12 +137,12 @@ def test_weights(name: str, tmp_path: Path, damage: int) -> None:
     weight_map = {"weight_map": dict.fromkeys(names, WHOLE)}
     if name == INDEX:
         (tmp_path / INDEX).write_text(json.dumps(weight_map))
-    mapped = parameters(read_config(tmp_path))
+    model = read_config(tmp_path)
 
     def read(raw: bytes) -> None:
         (tmp_path / name).write_bytes(raw)
         with WeightFiles(tmp_path) as files:
-            files.check_matches(mapped)
+            files.check_matches(model)
 
     original = (tmp_path / name).read_bytes()
     head = original[: 8 + int.from_bytes(original[:8], "little")] if name == WHOLE else original
