@@ -27,6 +27,7 @@ from sparsebalance_megatron.convert.mapping import (
     experts_in,
     is_recomputed,
     parameters,
+    tensor_shapes,
     to_hugging_face,
     to_megatron,
 )
@@ -39,25 +40,25 @@ MAX_FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCounts:
-    """Counts of a conversion: tensors of Hugging Face, parameters of Megatron.
+    """Counts of a conversion of all of a model's tensors.
 
-    ``numbers`` are scalars in the tensors; ``padding_rows``, zeros added to each matrix of the
-    vocabulary or dropped from it, come besides. ``cast``: tensors whose dtype changed.
-    ``left_out``: those that the others or config.json determine.
+    ``padding_rows``, of zeros, were added to each matrix of the vocabulary or dropped from it.
+    ``cast``: tensors whose dtype changed. ``left_out``: those that the others or config.json
+    determine.
     """
 
-    tensors: int
-    parameters: int
-    numbers: int
+    model: Decoder
     padding_rows: int
     cast: int
     left_out: int = 0
     files: int = 0
 
     def describe(self, dtype: torch.dtype) -> str:
+        shapes, mapped = tensor_shapes(self.model), parameters(self.model)
+        numbers = sum(map(math.prod, shapes.values()))
         parts = [
-            f"{self.tensors} tensors of Hugging Face, {self.parameters} parameters of Megatron",
-            f"{self.numbers:,} numbers of {str(dtype).removeprefix('torch.')}",
+            f"{len(shapes)} tensors of Hugging Face, {len(mapped)} parameters of Megatron",
+            f"{numbers:,} numbers of {str(dtype).removeprefix('torch.')}",
         ]
         if self.cast:
             parts.append(f"{self.cast} tensors cast")
@@ -79,10 +80,9 @@ def read_weights(
     """
     from tqdm import tqdm
 
-    mapped = parameters(model)
-    padded_vocab_size = targets["embedding.word_embeddings.weight"].shape[0]
-    tensors = cast = numbers = 0
-    for parameter in tqdm(mapped, desc="convert", unit="parameter", disable=None):
+    embedding = targets["embedding.word_embeddings.weight"]
+    padded_vocab_size = embedding.shape[0]
+    for parameter in tqdm(parameters(model), desc="convert", unit="parameter", disable=None):
         sources = [files.tensors[name].read() for name in parameter.sources]
         value = to_megatron(parameter, sources, model, padded_vocab_size=padded_vocab_size)
         target = targets[parameter.name]
@@ -94,15 +94,11 @@ def read_weights(
         _check_range(value, target.dtype, parameter.name)
         with torch.no_grad():
             target.copy_(value)
-        tensors += len(sources)
-        cast += sum(source.dtype != target.dtype for source in sources)
-        numbers += sum(source.numel() for source in sources)
+    stored = (files.tensors[name].dtype for name in tensor_shapes(model))
     return TransferCounts(
-        tensors=tensors,
-        parameters=len(mapped),
-        numbers=numbers,
+        model=model,
         padding_rows=padded_vocab_size - model.vocab_size,
-        cast=cast,
+        cast=sum(dtype != embedding.dtype for dtype in stored),
         left_out=_check_tied_copy(files, model) + files.recomputed,
     )
 
@@ -128,7 +124,7 @@ def write_weights(
     for name, value in values.items():
         _check_range(value, dtype, name)
     owners = {source: parameter for parameter in parameters(model) for source in parameter.sources}
-    shapes = {source: parameter.sources[source] for source, parameter in owners.items()}
+    shapes = tensor_shapes(model)
     split = split_torch_state_dict_into_shards(
         {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()},
         filename_pattern="model{suffix}.safetensors",
@@ -153,9 +149,7 @@ def write_weights(
         (directory / INDEX).write_text(text, encoding="utf-8")
     embedding = values["embedding.word_embeddings.weight"]
     return TransferCounts(
-        tensors=len(shapes),
-        parameters=len(values),
-        numbers=sum(map(math.prod, shapes.values())),
+        model=model,
         padding_rows=embedding.shape[0] - model.vocab_size,
         cast=len(shapes) if dtype != embedding.dtype else 0,
         files=len(split.filename_to_tensors),
@@ -234,9 +228,7 @@ class WeightFiles(ExitStack):
     def check_matches(self, model: Decoder) -> None:
         """Raise, with the names, unless every tensor of the model is here with its shape, and
         nothing else but a copy of a tied embedding."""
-        expected = {
-            name: shape for each in parameters(model) for name, shape in each.sources.items()
-        }
+        expected = tensor_shapes(model)
         spare = {OUTPUT} if model.tie_word_embeddings else set()
         if missing := expected.keys() - self.tensors.keys():
             raise ConvertError(

@@ -13,7 +13,7 @@ from bad_inputs.judge import check_refused
 from safetensors.torch import save_file
 
 from sparsebalance_megatron.convert.hf_config import read_config
-from sparsebalance_megatron.convert.mapping import parameters
+from sparsebalance_megatron.convert.mapping import tensor_shapes
 from sparsebalance_megatron.convert.transfer import INDEX, WHOLE, WeightFiles
 from sparsebalance_megatron.data.prepare import DocumentTokenizer
 from sparsebalance_megatron.errors import ConvertError, DataError
@@ -102,11 +102,7 @@ def test_texts(text: bytes, tmp_path: Path) -> None:
 
 def write_weights(folder: Path) -> dict[str, torch.Tensor]:
     model = read_config(with_config(folder))
-    tensors = {
-        name: torch.ones(shape)
-        for parameter in parameters(model)
-        for name, shape in parameter.sources.items()
-    }
+    tensors = {name: torch.ones(shape) for name, shape in tensor_shapes(model).items()}
     save_file(tensors, folder / WHOLE, metadata={"format": "pt"})
     return tensors
 
