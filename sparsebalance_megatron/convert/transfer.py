@@ -9,7 +9,7 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
@@ -24,6 +24,7 @@ from sparsebalance_megatron.convert.hf_config import Decoder
 from sparsebalance_megatron.convert.mapping import (
     EMBEDDING,
     OUTPUT,
+    Parameter,
     experts_in,
     is_recomputed,
     parameters,
@@ -70,19 +71,20 @@ class TransferCounts:
 
 
 def read_weights(
-    files: "WeightFiles", targets: Mapping[str, Tensor], model: Decoder
+    files: "WeightFiles",
+    targets: Mapping[str, Tensor],
+    model: Decoder,
+    mapped: Iterable[Parameter],
 ) -> TransferCounts:
-    """Overwrite Megatron's parameters by name, all of one dtype, from files that match the model;
-    a bar shows how far it is.
+    """Overwrite Megatron's parameters by name, all of one dtype, from files that match the model,
+    whose ``mapped`` parameters may come with a bar of progress.
 
     Raises:
         ConvertError: a shape differs, a number does not fit, or a tied output layer is another.
     """
-    from tqdm import tqdm
-
     embedding = targets["embedding.word_embeddings.weight"]
     padded_vocab_size = embedding.shape[0]
-    for parameter in tqdm(parameters(model), desc="convert", unit="parameter", disable=None):
+    for parameter in mapped:
         sources = [files.tensors[name].read() for name in parameter.sources]
         value = to_megatron(parameter, sources, model, padded_vocab_size=padded_vocab_size)
         target = targets[parameter.name]

@@ -104,8 +104,7 @@ class DataSet:
         self._order_of_epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order)
 
     def lengths_of(self, samples: np.ndarray) -> np.ndarray:
-        _, _, lengths_tokens = self._locate(np.asarray(samples, dtype=np.int64))
-        return lengths_tokens
+        return self._locate(samples)[2]
 
     def samples_at(self, places: np.ndarray) -> np.ndarray:
         """Samples at the given places of the endless order, int64; places must not fall."""
@@ -125,9 +124,7 @@ class DataSet:
         return self._documents.loss_mask is not None
 
     def read(self, sample: int) -> Sample:
-        local_document, offset, length_tokens = (
-            int(value[0]) for value in self._locate(np.asarray([sample]))
-        )
+        local_document, offset, length_tokens = map(int, self._locate(np.asarray(sample)))
         document = self._first_document + local_document
         stored, place = self._documents, f"{self.prefix}, document {document}"
         tokens = stored.tokens[stored.place(document, offset, length_tokens + 1)]

@@ -174,12 +174,6 @@ class SampleIndex:
         self._order = BlendingOrder(sizes if weights is None else weights)
         self.counts = reduce(add, (data_set.counts for data_set in data_sets))
 
-    @classmethod
-    def open(cls, prefix: str | Path, **options: Any) -> "SampleIndex | None":
-        """Open training's part, or another, of one data set; see :func:`open_samples`."""
-        blend = Blend(place=str(prefix), prefixes=(str(prefix),))
-        return open_samples(blend, options.pop("split", "train"), **options)
-
     def __len__(self) -> int:
         return self.counts.samples
 

@@ -51,7 +51,7 @@ def transfer(
     model = read_config(directory)
     targets = poisoned_targets(model, dtype)
     with WeightFiles(directory) as files:
-        counts = read_weights(files, targets, model)
+        counts = read_weights(files, targets, model, parameters(model))
     return model, targets, counts
 
 
@@ -116,7 +116,7 @@ def test_a_parameter_of_another_shape_is_an_error(tmp_path: Path) -> None:
         WeightFiles(directory) as files,
         pytest.raises(ConvertError, match=rf"{name}.*\[96, 64\].*\[192, 64\]"),
     ):
-        read_weights(files, targets, model)
+        read_weights(files, targets, model, parameters(model))
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from bad_inputs.judge import bounded, check_refused
-from data.stored_documents import write_stored
+from data.stored_documents import open_stored, write_stored
 
 from sparsebalance_megatron.data import documents
-from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import DataError
 
 VOCABULARY = 256
@@ -32,8 +31,7 @@ def tokens(dtype: Any = np.uint16) -> np.ndarray:
 
 def read(prefix: Path, *, vocab_size: int = VOCABULARY) -> int:
     """Open as training does, and read every sample."""
-    index = SampleIndex.open(prefix, max_tokens=32, overlong="split", seed=1, vocab_size=vocab_size)
-    assert index is not None
+    index = open_stored(prefix, vocab_size=vocab_size)
     return sum(index.read(sample).length_tokens for sample in range(len(index)))
 
 
@@ -103,7 +101,7 @@ def test_tokens_that_the_first_look_passes_over_are_found_when_they_are_read(
     raw = bytearray(Path(f"{prefix}.bin").read_bytes())
     struct.pack_into("<H", raw, 64, 999)
     Path(f"{prefix}.bin").write_bytes(raw)
-    SampleIndex.open(prefix, max_tokens=32, overlong="split", seed=1, vocab_size=VOCABULARY)
+    open_stored(prefix, vocab_size=VOCABULARY)
     check_refused(lambda: read(prefix), DataError, f"{prefix}, document 1", "token 999")
 
 

@@ -238,14 +238,3 @@ def test_settings_of_other_projects_are_refused_by_name(key):
     refused(key, model, make_tokens(1, 5))
     delattr(model.config, KEY)
     refused("configure", model, make_tokens(1, 5))
-
-
-def test_the_config_says_what_its_readers_elsewhere_must_know():
-    config = getattr(make_model(budget=3).config, KEY)
-    assert config == {
-        "sparse_block_size": BLOCK,
-        "sparse_topk_blocks": 3,
-        "sparse_local_block": 1,
-        "sparse_init_block": 1,
-        "sparse_selection": "token-query-head",
-    }
