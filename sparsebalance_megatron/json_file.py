@@ -57,8 +57,8 @@ def open_regular(path: Path) -> BinaryIO:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         # A zero byte in the path is a ValueError.
-        kind = NoSuchFileError if isinstance(error, FileNotFoundError) else UnreadableFileError
-        raise kind(f"cannot be read ({getattr(error, 'strerror', error)})") from error
+        refusal = NoSuchFileError if isinstance(error, FileNotFoundError) else UnreadableFileError
+        raise refusal(f"cannot be read ({getattr(error, 'strerror', error)})") from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

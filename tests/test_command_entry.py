@@ -69,7 +69,7 @@ def test_a_signal_leaves_no_partial_data_set(
     before = signal.signal(number, handler)
 
     def prepare() -> NoReturn:
-        with DatasetWriter(str(tmp_path / "train"), vocab_size=100, overwrite=False) as writer:
+        with DatasetWriter(str(tmp_path / "train"), vocab_size=100) as writer:
             writer.add(np.arange(5), np.ones(5, np.uint8))
             assert len(list(tmp_path.iterdir())) == 2
             signal.raise_signal(number)

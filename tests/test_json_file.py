@@ -13,7 +13,6 @@ from sparsebalance_megatron.json_file import (
     UnreadableFileError,
     bounded_lines,
     open_regular,
-    read_text,
     refuse_same_file,
 )
 
@@ -25,8 +24,6 @@ def test_what_is_no_regular_file_is_refused_at_once(name: str, tmp_path: Path) -
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UnreadableFileError, match="cannot be read"):
         open_regular(tmp_path / name)
-    with pytest.raises(UnreadableFileError, match="cannot be read"):
-        read_text(tmp_path / name)
     with pytest.raises(DataError, match="cannot be read"):
         RecordFiles([tmp_path / name])
 

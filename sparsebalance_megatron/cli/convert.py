@@ -143,16 +143,19 @@ def _print_flags(arguments: argparse.Namespace, model: "Decoder") -> None:
 
 def _from_hf_to_megatron(arguments: argparse.Namespace, model: "Decoder") -> None:
     """Write a Megatron checkpoint from a Hugging Face directory; print counts and flags."""
-    from sparsebalance_megatron.convert.mapping import OUTPUT, parameters
+    from tqdm import tqdm
+
+    from sparsebalance_megatron.convert.mapping import parameters
     from sparsebalance_megatron.convert.megatron_model import model_arrays
     from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
     from sparsebalance_megatron.megatron.saved_model import save_release
 
     with WeightFiles(arguments.hf_dir) as files:
-        files.check_matches(parameters(model), spare=(OUTPUT,) if model.tie_word_embeddings else ())
+        files.check_matches(model)
         args, megatron_model = _built(model, arguments.passed_on, files.common_dtype())
         targets = dict(megatron_model.named_parameters())
-        counts = read_weights(files, targets, model)
+        mapped = tqdm(parameters(model), desc="convert", unit="parameter", disable=None)
+        counts = read_weights(files, targets, model, mapped)
     flags = model_arrays(model, args, arguments.hf_dir)
     with _whole_directory(arguments.output) as unfinished:
         with redirect_stdout(io.StringIO()):
@@ -168,7 +171,6 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: "Decoder") -> Non
 
     from sparsebalance_megatron.convert import megatron_model as of_megatron
     from sparsebalance_megatron.convert.transfer import copy_companions, write_weights
-    from sparsebalance_megatron.evaluate.settings import KEY
     from sparsebalance_megatron.megatron.saved_model import SavedModel
 
     saved = SavedModel(arguments.checkpoint_dir, arguments.iteration)
@@ -178,9 +180,8 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: "Decoder") -> Non
             f"vocab_size is {model.vocab_size}; train with --padded-vocab-size as from-hf prints "
             "it, or lower vocab_size"
         )
-    dtype = model.weights_dtype or saved.dtype
-    if arguments.dtype:
-        dtype = getattr(torch, arguments.dtype)
+    asked = getattr(torch, arguments.dtype) if arguments.dtype else None
+    dtype: torch.dtype = asked or model.weights_dtype or saved.dtype
     flags = ("--padded-vocab-size", str(saved.vocabulary_rows))
     args, megatron_model = _built(model, flags, saved.dtype)
     with redirect_stdout(io.StringIO()):
@@ -192,7 +193,7 @@ def _from_megatron_to_hf(arguments: argparse.Namespace, model: "Decoder") -> Non
         of_megatron.check_trained(saved.arguments, args)
         settings = of_megatron.trained_settings(saved.arguments)
         if saved.path.name != "release":
-            own_keys = {KEY: None if settings is None else settings.as_config()}
+            own_keys = of_megatron.config_keys(settings)
     if settings is not None:
         # What would be replaced must be what training can follow, as in from-hf.
         of_megatron.read_settings(arguments.hf_config, model)

@@ -55,6 +55,11 @@ def parameters(model: Decoder) -> tuple[Parameter, ...]:
     return (embedding, *layers, norm, *(() if model.tie_word_embeddings else (output,)))
 
 
+def tensor_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """Every tensor of Hugging Face's model."""
+    return {name: shape for each in parameters(model) for name, shape in each.sources.items()}
+
+
 def _layer(model: Decoder, layer: int) -> Iterator[Parameter]:
     hidden, head_dim = model.hidden_size, model.head_dim
     q_rows, kv_rows = model.num_attention_heads * head_dim, model.num_key_value_heads * head_dim

@@ -319,6 +319,11 @@ def trained_settings(args: Namespace) -> SparseAttention | None:
     )
 
 
+def config_keys(settings: SparseAttention | None) -> dict[str, Any]:
+    """What a config.json says of the attention of training; None for a key that falls away."""
+    return {KEY: None if settings is None else settings.as_config()}
+
+
 def _fields(settings: SparseAttention) -> dict[str, Any]:
     base = settings.sparse_topk_blocks
     layers = range(len(settings.sparse_layer_topk_blocks or ()))

@@ -9,12 +9,12 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -28,6 +28,7 @@ from sparsebalance_megatron.convert.mapping import (
     experts_in,
     is_recomputed,
     parameters,
+    tensor_shapes,
     to_hugging_face,
     to_megatron,
 )
@@ -40,25 +41,25 @@ MAX_FILE_BYTES = 5 * 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class TransferCounts:
-    """Counts of a conversion: tensors of Hugging Face, parameters of Megatron.
+    """Counts of a conversion of all of a model's tensors.
 
-    ``numbers`` are scalars in the tensors; ``padding_rows``, zeros added to each matrix of the
-    vocabulary or dropped from it, come besides. ``cast``: tensors whose dtype changed.
-    ``left_out``: those that the others or config.json determine.
+    ``padding_rows``, of zeros, were added to each matrix of the vocabulary or dropped from it.
+    ``cast``: tensors whose dtype changed. ``left_out``: those that the others or config.json
+    determine.
     """
 
-    tensors: int
-    parameters: int
-    numbers: int
+    model: Decoder
     padding_rows: int
     cast: int
     left_out: int = 0
     files: int = 0
 
     def describe(self, dtype: torch.dtype) -> str:
+        shapes, mapped = tensor_shapes(self.model), parameters(self.model)
+        numbers = sum(map(math.prod, shapes.values()))
         parts = [
-            f"{self.tensors} tensors of Hugging Face, {self.parameters} parameters of Megatron",
-            f"{self.numbers:,} numbers of {str(dtype).removeprefix('torch.')}",
+            f"{len(shapes)} tensors of Hugging Face, {len(mapped)} parameters of Megatron",
+            f"{numbers:,} numbers of {str(dtype).removeprefix('torch.')}",
         ]
         if self.cast:
             parts.append(f"{self.cast} tensors cast")
@@ -70,20 +71,20 @@ class TransferCounts:
 
 
 def read_weights(
-    files: "WeightFiles", targets: Mapping[str, Tensor], model: Decoder
+    files: "WeightFiles",
+    targets: Mapping[str, Tensor],
+    model: Decoder,
+    mapped: Iterable[Parameter],
 ) -> TransferCounts:
-    """Overwrite Megatron's parameters by name, all of one dtype, from files that match the model;
-    a bar shows how far it is.
+    """Overwrite Megatron's parameters by name, all of one dtype, from files that match the model,
+    whose ``mapped`` parameters may come with a bar of progress.
 
     Raises:
         ConvertError: a shape differs, a number does not fit, or a tied output layer is another.
     """
-    from tqdm import tqdm
-
-    mapped = parameters(model)
-    padded_vocab_size = targets["embedding.word_embeddings.weight"].shape[0]
-    tensors = cast = numbers = 0
-    for parameter in tqdm(mapped, desc="convert", unit="parameter", disable=None):
+    embedding = targets["embedding.word_embeddings.weight"]
+    padded_vocab_size = embedding.shape[0]
+    for parameter in mapped:
         sources = [files.tensors[name].read() for name in parameter.sources]
         value = to_megatron(parameter, sources, model, padded_vocab_size=padded_vocab_size)
         target = targets[parameter.name]
@@ -95,15 +96,11 @@ def read_weights(
         _check_range(value, target.dtype, parameter.name)
         with torch.no_grad():
             target.copy_(value)
-        tensors += len(sources)
-        cast += sum(source.dtype != target.dtype for source in sources)
-        numbers += sum(source.numel() for source in sources)
+    stored = (files.tensors[name].dtype for name in tensor_shapes(model))
     return TransferCounts(
-        tensors=tensors,
-        parameters=len(mapped),
-        numbers=numbers,
+        model=model,
         padding_rows=padded_vocab_size - model.vocab_size,
-        cast=cast,
+        cast=sum(dtype != embedding.dtype for dtype in stored),
         left_out=_check_tied_copy(files, model) + files.recomputed,
     )
 
@@ -129,7 +126,7 @@ def write_weights(
     for name, value in values.items():
         _check_range(value, dtype, name)
     owners = {source: parameter for parameter in parameters(model) for source in parameter.sources}
-    shapes = {source: parameter.sources[source] for source, parameter in owners.items()}
+    shapes = tensor_shapes(model)
     split = split_torch_state_dict_into_shards(
         {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()},
         filename_pattern="model{suffix}.safetensors",
@@ -154,9 +151,7 @@ def write_weights(
         (directory / INDEX).write_text(text, encoding="utf-8")
     embedding = values["embedding.word_embeddings.weight"]
     return TransferCounts(
-        tensors=len(shapes),
-        parameters=len(values),
-        numbers=sum(map(math.prod, shapes.values())),
+        model=model,
         padding_rows=embedding.shape[0] - model.vocab_size,
         cast=len(shapes) if dtype != embedding.dtype else 0,
         files=len(split.filename_to_tensors),
@@ -232,17 +227,16 @@ class WeightFiles(ExitStack):
             self._open(path)
         self.recomputed = sum(map(is_recomputed, self.tensors))
 
-    def check_matches(self, parameters: Sequence[Parameter], *, spare: Iterable[str] = ()) -> None:
-        """Raise, with the names, unless every source of the parameters is here with its shape, and
-        nothing else but ``spare`` ones."""
-        expected = {
-            name: shape for parameter in parameters for name, shape in parameter.sources.items()
-        }
+    def check_matches(self, model: Decoder) -> None:
+        """Raise, with the names, unless every tensor of the model is here with its shape, and
+        nothing else but a copy of a tied embedding."""
+        expected = tensor_shapes(model)
+        spare = {OUTPUT} if model.tie_word_embeddings else set()
         if missing := expected.keys() - self.tensors.keys():
             raise ConvertError(
                 f"{self._directory}: tensors are missing: {listed(missing)}; {_BELONGING}"
             )
-        unknown = self.tensors.keys() - expected.keys() - set(spare)
+        unknown = self.tensors.keys() - expected.keys() - spare
         if unknown := {name for name in unknown if not is_recomputed(name)}:
             raise ConvertError(
                 f"{self._directory}: tensors that config.json does not account for: "
@@ -293,10 +287,7 @@ class WeightFiles(ExitStack):
 class _Index(msgspec.Struct):
     """Tensor -> file of an index; the files lie beside it."""
 
-    weight_map: Annotated[
-        dict[str, Annotated[str, msgspec.Meta(max_length=63, pattern=r"^[^/\x00]*[^/.\x00]$")]],
-        msgspec.Meta(min_length=1),
-    ]
+    weight_map: dict[str, str]
 
 
 def _paths(directory: Path) -> list[Path]:
@@ -306,7 +297,7 @@ def _paths(directory: Path) -> list[Path]:
             raise ConvertError(f"{directory}: neither {WHOLE} nor {INDEX}; {_SAVE}")
         return [directory / WHOLE]
     try:
-        names = sorted(set(read_json(index, _Index).weight_map.values()))
+        names = set(read_json(index, _Index).weight_map.values())
     except UnreadableFileError as error:
         raise ConvertError(f"{index}: {error}; {_SAVE}") from error
     if WHOLE not in names and (directory / WHOLE).exists():
@@ -314,9 +305,9 @@ def _paths(directory: Path) -> list[Path]:
             f"{directory}: {WHOLE} and {INDEX} are two sets of weights; remove one (transformers "
             f"reads {WHOLE})"
         )
-    if absent := [name for name in names if not (directory / name).exists()]:
+    if absent := names - {path.name for path in directory.iterdir()}:
         raise ConvertError(f"{index}: files are missing: {listed(absent)}; copy them, too")
-    return [directory / name for name in names]
+    return [directory / name for name in sorted(names)]
 
 
 def copy_companions(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from sparsebalance_megatron.data.records import Message, Tools, is_trained
@@ -195,22 +196,15 @@ class ConversationRenderer:
         text = self._text(messages, tools)
         marking = self._arguments | {"chat_template": self._marking_template}
         marked = self._applied(messages, tools=tools, **marking)
-        spans, start, place, depth = [], 0, 0, 0
-        for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
-            if part == _OPEN:
-                start, depth = start if depth else place, depth + 1
-            elif part == _CLOSE:
-                depth -= 1
-                if not depth:
-                    spans.append((start, place))
-            else:
-                place += len(part)
-        if marked.translate(dict.fromkeys(map(ord, _OPEN + _CLOSE))) != text or depth:
+        # Every other part was generated.
+        parts = re.split(f"{_OPEN}(.*?){_CLOSE}", marked, flags=re.DOTALL)
+        if "".join(parts) != text:
             raise RenderError(
                 "it changes what {% generation %} marks, so that what is trained is not known; "
                 "print it as it is"
             )
-        return text, spans
+        ends = [*accumulate(map(len, parts))]
+        return text, list(zip(ends[::2], ends[1::2], strict=False))
 
     def _unwritten_reasoning(
         self, text: str, messages: Sequence[Message], tools: Tools | None

@@ -8,7 +8,7 @@ A sample of n input tokens takes n + 1 stored tokens: inputs are the first n, la
 import hashlib
 import re
 from dataclasses import astuple, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -92,7 +92,6 @@ class DataSet:
         predictions = np.maximum(self._lengths_tokens - 1, 0)
         pieces = _pieces(predictions, max_tokens, overlong)
         self._sample_ends = np.cumsum(pieces)
-        self._orders: dict[int, np.ndarray] = {}
         self.counts = _count(self._lengths_tokens, predictions, pieces, max_tokens)
         if self.counts.samples == 0:
             raise DataError(
@@ -101,10 +100,11 @@ class DataSet:
                 f"{max_tokens}); use longer documents, a longer sequence length, or "
                 "--sparse-balance-overlong split"
             )
+        order = partial(epoch_permutation, self.counts.samples, seed)
+        self._order_of_epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order)
 
     def lengths_of(self, samples: np.ndarray) -> np.ndarray:
-        _, _, lengths_tokens = self._locate(np.asarray(samples, dtype=np.int64))
-        return lengths_tokens
+        return self._locate(samples)[2]
 
     def samples_at(self, places: np.ndarray) -> np.ndarray:
         """Samples at the given places of the endless order, int64; places must not fall."""
@@ -112,7 +112,10 @@ class DataSet:
         return np.concatenate(
             [
                 np.empty(0, dtype=np.int64),
-                *(self._order(int(epoch))[within[epochs == epoch]] for epoch in np.unique(epochs)),
+                *(
+                    self._order_of_epoch(int(epoch))[within[epochs == epoch]]
+                    for epoch in np.unique(epochs)
+                ),
             ]
         )
 
@@ -121,9 +124,7 @@ class DataSet:
         return self._documents.loss_mask is not None
 
     def read(self, sample: int) -> Sample:
-        local_document, offset, length_tokens = (
-            int(value[0]) for value in self._locate(np.asarray([sample]))
-        )
+        local_document, offset, length_tokens = map(int, self._locate(np.asarray(sample)))
         document = self._first_document + local_document
         stored, place = self._documents, f"{self.prefix}, document {document}"
         tokens = stored.tokens[stored.place(document, offset, length_tokens + 1)]
@@ -160,13 +161,6 @@ class DataSet:
         offsets = (samples - first_samples) * self._max_tokens
         left_tokens = self._lengths_tokens[documents] - 1 - offsets
         return documents, offsets, np.minimum(self._max_tokens, left_tokens)
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            while len(self._orders) >= _EPOCHS_KEPT:
-                del self._orders[next(iter(self._orders))]
-            self._orders[epoch] = epoch_permutation(self.counts.samples, self._seed, epoch)
-        return self._orders[epoch]
 
 
 def epoch_permutation(samples: int, seed: int, epoch: int) -> np.ndarray:

@@ -62,8 +62,6 @@ def packed_cu_seqlens(
         raise ValueError(
             f"a packed sequence needs samples of at least 1 token, got {list(lengths_tokens)}"
         )
-    if pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of is {pad_to_multiple_of}, must be at least 1 token")
     lengths = [*map(int, lengths_tokens), *[1] * padding_documents]
     boundaries = [0, *accumulate(lengths)]
     if padding := -boundaries[-1] % pad_to_multiple_of:

@@ -147,18 +147,15 @@ class BlendingOrder:
             return np.zeros(size, dtype=np.int64), np.arange(first, first + size)
         if len(self._places[0]) < first + size:
             # Several threads may build; each gets a complete pair.
-            self._places = self._build(max(_FIRST_PLACES, 2 * (first + size)))
+            try:
+                self._places = blending_order(self.shares, max(_FIRST_PLACES, 2 * (first + size)))
+            except ImportError as error:
+                raise DataError(
+                    "blends need Megatron's compiled data set helpers, which this installation "
+                    f"lacks ({error}); call megatron.core.datasets.utils.compile_helpers() once"
+                ) from error
         sources, numbers = self._places
         return sources[first : first + size].astype(np.int64), numbers[first : first + size]
-
-    def _build(self, size: int) -> tuple[np.ndarray, np.ndarray]:
-        try:
-            return blending_order(self.shares, size)
-        except ImportError as error:
-            raise DataError(
-                "blends need Megatron's compiled data set helpers, which this installation lacks "
-                f"({error}); call megatron.core.datasets.utils.compile_helpers() once"
-            ) from error
 
 
 class SampleIndex:
@@ -176,12 +173,6 @@ class SampleIndex:
         self._firsts = np.concatenate(([0], np.cumsum(sizes)))
         self._order = BlendingOrder(sizes if weights is None else weights)
         self.counts = reduce(add, (data_set.counts for data_set in data_sets))
-
-    @classmethod
-    def open(cls, prefix: str | Path, **options: Any) -> "SampleIndex | None":
-        """Open training's part, or another, of one data set; see :func:`open_samples`."""
-        blend = Blend(place=str(prefix), prefixes=(str(prefix),))
-        return open_samples(blend, options.pop("split", "train"), **options)
 
     def __len__(self) -> int:
         return self.counts.samples

@@ -2,6 +2,7 @@
 """lm-evaluation-harness with the model ``sparse-balance``: ``python -m``, then its arguments."""
 
 import sys
+from traceback import walk_tb
 
 from sparsebalance_megatron.command_entry import ends_in_one_line
 
@@ -22,10 +23,8 @@ def run() -> int:
 
 def is_mistake(error: BaseException) -> bool:
     """Whether a model, a task or a file that the arguments name is not there or not usable."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    raised_in = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    raised_in = frames[-1].f_globals.get("__name__", "") if frames else ""
     known = isinstance(error, ValueError | OSError | KeyError | AssertionError)
     return known and raised_in.partition(".")[0] in _READ_ARGUMENTS
 

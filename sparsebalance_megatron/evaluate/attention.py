@@ -182,7 +182,8 @@ def document_starts(
     kv_length: int,
     q_offset: int = 0,
     kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
+    *,
+    mask_function: Callable[..., Any],
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
     **unused: Any,
@@ -209,11 +210,8 @@ def document_starts(
     row_B1 = torch.arange(batch_size, device=device)[:, None]
 
     def may_read(key_BQ: Tensor) -> Tensor:
-        shape = (batch_size, q_length)
-        if mask_function is None:
-            return (key_BQ <= query_1Q).expand(shape)
         allowed = mask_function(row_B1, torch.zeros_like(row_B1), query_1Q, key_BQ)
-        return torch.as_tensor(allowed, device=device).expand(shape)
+        return torch.as_tensor(allowed, device=device).expand(batch_size, q_length)
 
     begins_BQ = ~may_read((query_1Q - 1).clamp(min=0)) | (query_1Q == 0)
     starts_BQ = torch.where(begins_BQ, query_1Q, 0).cummax(1).values

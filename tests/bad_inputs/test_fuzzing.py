@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 from bad_inputs.test_models import CONFIG, write_weights
 from cost.cost_cases import planted_table
+from data.stored_documents import open_stored
 from data.test_documents import ONES, VOCABULARY, tokens, write
+from data.test_documents import read as read_stored
 from learn.scheduler_cases import make_scheduler
 from plan.plan_cases import job_shape
 from record_cases import rank_header, rank_step
 
 from sparsebalance_megatron.convert.hf_config import read_config
-from sparsebalance_megatron.convert.mapping import parameters
 from sparsebalance_megatron.convert.transfer import INDEX, WHOLE, WeightFiles
 from sparsebalance_megatron.cost.fit import fit_cost_model
 from sparsebalance_megatron.cost.table import CostTable, CostTableError
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
-from sparsebalance_megatron.data.samples import SampleIndex
 from sparsebalance_megatron.errors import ConvertError, DataError
 from sparsebalance_megatron.learn.scheduler import Scheduler
 from sparsebalance_megatron.learn.step_planner import StateError
@@ -138,12 +138,12 @@ def test_weights(name: str, tmp_path: Path, damage: int) -> None:
     weight_map = {"weight_map": dict.fromkeys(names, WHOLE)}
     if name == INDEX:
         (tmp_path / INDEX).write_text(json.dumps(weight_map))
-    mapped = parameters(read_config(tmp_path))
+    model = read_config(tmp_path)
 
     def read(raw: bytes) -> None:
         (tmp_path / name).write_bytes(raw)
         with WeightFiles(tmp_path) as files:
-            files.check_matches(mapped)
+            files.check_matches(model)
 
     original = (tmp_path / name).read_bytes()
     head = original[: 8 + int.from_bytes(original[:8], "little")] if name == WHOLE else original
@@ -160,12 +160,7 @@ def test_data_files(suffix: str, tmp_path: Path, damage: int) -> None:
 
     def read(raw: bytes) -> None:
         path.write_bytes(raw)
-        index = SampleIndex.open(
-            prefix, max_tokens=32, overlong="split", seed=1, vocab_size=VOCABULARY
-        )
-        assert index is not None
-        for sample in range(len(index)):
-            index.read(sample)
+        read_stored(prefix)
 
     refused = check_reader(path.read_bytes(), damage, read, DataError)
     assert suffix == ".json" or refused > damage // 4
@@ -208,8 +203,7 @@ def junk_within(value: Any, generator: random.Random) -> Any:
 def test_checkpoint_state(tmp_path: Path, damage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """State that fits no run is refused, or the part of it that does not starts afresh."""
     prefix = write(tmp_path / "train", tokens(np.uint16))
-    index = SampleIndex.open(prefix, max_tokens=32, overlong="split", seed=1)
-    assert index is not None
+    index = open_stored(prefix)
 
     def scheduler() -> Scheduler:
         return make_scheduler(index, job=job_shape(1, 2), batch_sizes=2, max_blocks=8)

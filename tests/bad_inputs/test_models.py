@@ -13,7 +13,7 @@ from bad_inputs.judge import check_refused
 from safetensors.torch import save_file
 
 from sparsebalance_megatron.convert.hf_config import read_config
-from sparsebalance_megatron.convert.mapping import parameters
+from sparsebalance_megatron.convert.mapping import tensor_shapes
 from sparsebalance_megatron.convert.transfer import INDEX, WHOLE, WeightFiles
 from sparsebalance_megatron.data.prepare import DocumentTokenizer
 from sparsebalance_megatron.errors import ConvertError, DataError
@@ -59,15 +59,8 @@ BAD: dict[str, tuple[Any, ...]] = {
         *({"rope_type": "yarn", "factor": 10**400}, {"rope_type": "llama3"}),
         *({"rope_type": "yarn", "factor": 2, "mscale": []}, {"sliding": {"rope_type": "x"}}),
         *({"rope_type": "yarn", "factor": 2, "truncate": False}, {"rope_theta": "big"}),
-        *(
-            {"rope_type": kind, "factor": number}
-            for kind in ("yarn", "linear")
-            for number in (0, -2)
-        ),
-        *(
-            {"rope_type": "yarn", "factor": 2, key: -1}
-            for key in ("mscale", "beta_slow", "beta_fast")
-        ),
+        *({"rope_type": "yarn", "factor": 0}, {"rope_type": "linear", "factor": -2}),
+        *({"rope_type": "yarn", "factor": 2, key: -1} for key in ("mscale", "beta_slow")),
         {"rope_type": "yarn", "factor": 2, "beta_fast": 1},
         {"rope_type": "llama3", "factor": 2, "low_freq_factor": -1},
     ),
@@ -109,18 +102,14 @@ def test_texts(text: bytes, tmp_path: Path) -> None:
 
 def write_weights(folder: Path) -> dict[str, torch.Tensor]:
     model = read_config(with_config(folder))
-    tensors = {
-        name: torch.ones(shape)
-        for parameter in parameters(model)
-        for name, shape in parameter.sources.items()
-    }
+    tensors = {name: torch.ones(shape) for name, shape in tensor_shapes(model).items()}
     save_file(tensors, folder / WHOLE, metadata={"format": "pt"})
     return tensors
 
 
 def read_weights(folder: Path) -> None:
     with WeightFiles(folder) as files:
-        files.check_matches(parameters(read_config(folder)))
+        files.check_matches(read_config(folder))
 
 
 OUTSIDE = ("../other/x.safetensors", "/etc/passwd", "x/../../y.safetensors", "sub/x.safetensors")
@@ -165,8 +154,7 @@ TENSORS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "missing": ({"model.norm.weight": None}, "missing: model.norm.weight"),
     "unknown": (
         {f"model.adapter.{place}": torch.ones(2) for place in range(7)},
-        "7 (model.adapter.0, model.adapter.1, model.adapter.2, model.adapter.3, model.adapter.4 "
-        "and 2 more)",
+        "7 (model.adapter.0, model.adapter.1, ",
     ),
     "shape": ({"model.norm.weight": torch.ones(17)}, "has shape [17], config.json says [16]"),
     "dtype": (

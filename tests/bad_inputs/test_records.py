@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from bad_inputs.judge import bounded, check_refused
+from data.test_records import read
 
 from sparsebalance_megatron.data import records
 from sparsebalance_megatron.data.records import BadRecords, RecordFiles
@@ -52,10 +53,6 @@ BAD_LENGTHS: tuple[bytes, ...] = (
     *(b"[true]", b'{"lengths": [1, 2]}', b"[1, 2", b"[" * 200_000, b"\xff\xfe\x00", bytes(100)),
     b"1,2,3",
 )
-
-
-def read(path: Path) -> list[records.Record]:
-    return list(RecordFiles([path]).records(BadRecords(skip=False)))
 
 
 @pytest.mark.parametrize("line", REFUSED, ids=lambda line: str(line[:30]))

@@ -73,13 +73,15 @@ TRAINED_LAYERS = {
 """Model -> what its config.json says besides once it is trained with these flags."""
 ALWAYS_READ = {"sparse_local_block": 1, "sparse_init_block": 1}
 SPARSE_BUDGET = 3
-SPARSE_READINGS = [
-    *(("llama-llama3", selection, "") for selection in CAUSAL),
-    ("llama-llama3", CAUSAL[0], "dense:1"),
-    ("qwen3-linear", CAUSAL[0], ""),
-    ("qwen3_moe-shares", CAUSAL[1], ""),
+READINGS = [
+    *((variant, "token-query-head", "", 1000) for variant in VARIANTS),
+    *(("llama-llama3", selection, "", SPARSE_BUDGET) for selection in CAUSAL),
+    ("llama-llama3", CAUSAL[0], "dense:1", SPARSE_BUDGET),
+    ("qwen3-linear", CAUSAL[0], "", SPARSE_BUDGET),
+    ("qwen3_moe-shares", CAUSAL[1], "", SPARSE_BUDGET),
 ]
-"""Model, selection and budgets by layer."""
+"""Model, selection, budgets by layer and base budget."""
+NIGHTLY = ("llama-linear", "llama-plain", "qwen2-untied")
 REFUSED_FLAGS = {
     "--num-layers 5": "flags after -- make num_layers 5, ",
     "--pipeline-model-parallel-size 2": "flags after -- make pipeline_model_parallel_size 2, ",
@@ -140,12 +142,8 @@ class Work(Conversions):
     def _commands_before(self) -> dict[str, Sequence[str]]:
         from_hf = ("convert", "from-hf")
         tied = str(self.hf("qwen2-tied"))
-        readings: list[tuple[str, str, str, int]] = [
-            *((variant, "token-query-head", "", 1000) for variant in VARIANTS),
-            *((*reading, SPARSE_BUDGET) for reading in SPARSE_READINGS),
-        ]
         commands: dict[str, Sequence[str]] = {}
-        for variant, selection, layers, budget in readings:
+        for variant, selection, layers, budget in READINGS:
             name = f"{variant} {selection} {layers} {budget}"
             commands[name] = (
                 *("logits", str(self.root / f"{name}.pt"), str(self.hf(variant))),
@@ -187,50 +185,37 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Work:
     return Work(tmp_path_factory.mktemp("convert"))
 
 
-NIGHTLY = ("llama-linear", "llama-plain", "qwen2-untied")
-
-
 @pytest.mark.parametrize(
-    "variant",
-    [pytest.param(name, marks=pytest.mark.nightly if name in NIGHTLY else ()) for name in VARIANTS],
+    "reading",
+    [pytest.param(each, marks=[pytest.mark.nightly] * (each[0] in NIGHTLY)) for each in READINGS],
 )
-def test_logits_are_those_of_transformers(variant: str, work: Work) -> None:
-    """Every parameter held NaN before; documents of many blocks, packed, budgets of all blocks.
+def test_logits_are_those_of_the_model_in_transformers(
+    reading: tuple[str, str, str, int], work: Work
+) -> None:
+    """Every parameter held NaN before; documents of many blocks, packed, at budgets of all blocks
+    and of few.
 
     The yardstick is float64: our error is at most twice that of `transformers` in float32.
     """
-    ours = work.logits(variant, "token-query-head", "", 1000)
-    model = tiny_model(variant)
-    plain = reference_logits(model, work.tokens)
-    exact = reference_logits(model.double(), work.tokens)
-    error = (ours - exact).abs().max()
-    assert error <= 2 * (plain - exact).abs().max()
-    assert error <= TOLERANCE
-
-
-@pytest.mark.parametrize("reading", SPARSE_READINGS)
-def test_sparse_logits_are_those_of_the_model_in_transformers(
-    reading: tuple[str, str, str], work: Work
-) -> None:
-    """What training computes at base budgets is what the converted model computes."""
-    variant, selection, layers = reading
-    ours = work.logits(*reading, SPARSE_BUDGET)
+    ours = work.logits(*reading)
+    variant, selection, layers, budget = reading
     model = tiny_model(variant)
     dense = reference_logits(model.double(), work.tokens)
     evaluate.configure(
         model,
         sparse_block_size=16,
-        sparse_topk_blocks=SPARSE_BUDGET,
+        sparse_topk_blocks=budget,
         sparse_selection=selection,
-        sparse_layer_topk_blocks=(SPARSE_BUDGET, None) if layers else None,
+        sparse_layer_topk_blocks=(budget, None) if layers else None,
     )
-    model.set_attn_implementation(evaluate.NAME)
+    if budget == SPARSE_BUDGET:
+        model.set_attn_implementation(evaluate.NAME)
     exact = reference_logits(model, work.tokens)
     plain = reference_logits(model.float(), work.tokens)
     error = (ours - exact).abs().max()
     assert error <= 2 * (plain - exact).abs().max()
     assert error <= TOLERANCE
-    assert (exact - dense).abs().max() > 1000 * TOLERANCE
+    assert ((exact - dense).abs().max() > 1000 * TOLERANCE) == (budget == SPARSE_BUDGET)
 
 
 def test_checkpoints_name_tensors_as_both_layer_specs_do(work: Work) -> None:

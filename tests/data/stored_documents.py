@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real ``.bin`` and ``.idx`` files, written by Megatron's own builder."""
+"""Real ``.bin`` and ``.idx`` files, written by Megatron's own builder, and their samples."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from sparsebalance_megatron.config import Overlong
+from sparsebalance_megatron.data.samples import Blend, SampleIndex, open_samples
 
 
 def write_stored(
@@ -28,3 +32,19 @@ def write_stored(
         builder.add_document(tokens, lengths)
     builder.finalize(f"{prefix}.idx")
     return prefix
+
+
+def open_stored(
+    prefix: Path | str,
+    *,
+    max_tokens: int = 32,
+    overlong: Overlong = "split",
+    seed: int = 1,
+    **options: Any,
+) -> SampleIndex:
+    """Training's samples of one data set."""
+    blend = Blend(place="--data-path", prefixes=(str(prefix),))
+    shape = {"max_tokens": max_tokens, "overlong": overlong, "seed": seed}
+    found = open_samples(blend, "train", **shape, **options)
+    assert found is not None
+    return found

@@ -289,6 +289,7 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
         "content is empty, and there are no tool_calls",
     ),
     (CHATML, {"messages": TALK[::-1] + TALK}, "begin with a user or system turn"),
+    ("{{ raise_exception('no') }}", {"messages": TALK}, "it refuses the conversation: no"),
     # What would be lost.
     (SPLITS, {"messages": [TALK[0], THOUGHT]}, "write the reasoning of turn 2"),
     (CHATML, {"messages": [TALK[0], TALK[1] | {"reasoning_content": "so"}]}, "write the reas"),

@@ -19,18 +19,12 @@ from sparsebalance_megatron.data.records import RecordFiles
 from sparsebalance_megatron.errors import DataError
 
 TEXTS = ["def f(x):\n    return x\n", "é ü 你好 🎉\n", "a", "def g(y):\n    return y + 1\n" * 20]
-CONVERSATION = [
-    {"role": "user", "content": "How much is 1 + 1?"},
-    {"role": "assistant", "content": "It is 2."},
-    {"role": "user", "content": "Sure?"},
-    {"role": "assistant", "content": "Yes, it is."},
-]
-VOCABULARY = 300
+CONVERSATION = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2."}]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return train_tokenizer(TEXTS, VOCABULARY, tmp_path_factory.mktemp("trained"))
+    return train_tokenizer(TEXTS, 300, tmp_path_factory.mktemp("trained"))
 
 
 def jsonl(path: Path, records: Sequence[Any]) -> RecordFiles:

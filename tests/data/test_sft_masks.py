@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from data.stored_documents import open_stored
 from data.tokenizers_of_tests import train_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ from oracles.conversations import Layout, Turn, characters
 from sparsebalance_megatron.data.packing import pack, packed_cu_seqlens
 from sparsebalance_megatron.data.prepare import prepare
 from sparsebalance_megatron.data.records import RecordFiles
-from sparsebalance_megatron.data.samples import SampleIndex
 
 LAYOUTS = {
     "no template": Layout(opening="ROLE: ", closing="\n"),
@@ -134,7 +134,7 @@ def test_every_weight_of_the_packed_row(
         ]
         lines.write_text("".join(json.dumps(record) + "\n" for record in records))
         prepare(RecordFiles([lines]), prefix, tokenizer_name=str(tokenizer), append_eod=append_eod)
-        index = SampleIndex.open(prefix, max_tokens=max_tokens, overlong=overlong, seed=1)
+        index = open_stored(prefix, max_tokens=max_tokens, overlong=overlong)
         samples = [index.read(i) for i in range(len(index))]
     row = pack(samples, packed_cu_seqlens([each.length_tokens for each in samples], multiple))
     expected: list[tuple[int, int, int, float]] = []

@@ -5,18 +5,19 @@ import itertools
 
 import pytest
 import torch
-from harness import REPOSITORY
 from sparse_hf_models import BLOCK, FAMILIES, make_bare_model, make_model, make_tokens
+from test_selector_registry import EXAMPLE, install
 
 from sparsebalance_megatron.attention.api import budgeted_attention
 from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.evaluate import configure, settings_of
 from sparsebalance_megatron.evaluate.attention import document_starts, sparse_balance_attention
 from sparsebalance_megatron.evaluate.settings import KEY
-from sparsebalance_megatron.selector_registry import BUILT_IN, SELECTORS
+from sparsebalance_megatron.selector_registry import BUILT_IN
 
 TOKENS = 9 * BLOCK + 5
 ROUNDING = 1e-12
+FIRST_QUERY = "query_block:FIRST_QUERY"
 BY_TOKEN = ("token-query-head", "token-kv-head")
 """Selections that need no queries of other tokens, so that models can decode with a cache."""
 
@@ -93,12 +94,8 @@ def test_tokens_after_a_cache_read_what_they_read_in_one_pass(settings, other_se
 @pytest.fixture
 def other_selectors(tmp_path, monkeypatch):
     """What an installer leaves of the package in examples/selectors."""
-    information = tmp_path / "selectors-1.0.dist-info"
-    information.mkdir()
-    (information / "METADATA").write_text("Name: selectors\nVersion: 1.0\n")
-    names = "quest = quest:QUEST\nfirst-query = query_block:FIRST_QUERY\n"
-    (information / "entry_points.txt").write_text(f"[{SELECTORS.group}]\n{names}")
-    for folder in (tmp_path, REPOSITORY / "examples" / "selectors"):
+    install(tmp_path, "selectors", {"quest": "quest:QUEST", "first-query": FIRST_QUERY})
+    for folder in (tmp_path, EXAMPLE):
         monkeypatch.syspath_prepend(str(folder))
 
 
@@ -211,9 +208,7 @@ def test_models_that_attend_otherwise_are_refused(family, settings, match):
     assert "\n" not in str(error.value)
 
 
-def test_windows_are_refused():
-    window = lambda row, head, query, key: (key <= query) & (key > query - 3)  # noqa: E731
-    refused("sliding windows", document_starts, 1, 8, 8, mask_function=window)
+def test_attention_to_later_tokens_is_refused():
     everything = lambda row, head, query, key: torch.ones_like(key, dtype=torch.bool)  # noqa: E731
     refused("bidirectional", document_starts, 1, 8, 8, mask_function=everything)
 
@@ -243,14 +238,3 @@ def test_settings_of_other_projects_are_refused_by_name(key):
     refused(key, model, make_tokens(1, 5))
     delattr(model.config, KEY)
     refused("configure", model, make_tokens(1, 5))
-
-
-def test_the_config_says_what_its_readers_elsewhere_must_know():
-    config = getattr(make_model(budget=3).config, KEY)
-    assert config == {
-        "sparse_block_size": BLOCK,
-        "sparse_topk_blocks": 3,
-        "sparse_local_block": 1,
-        "sparse_init_block": 1,
-        "sparse_selection": "token-query-head",
-    }

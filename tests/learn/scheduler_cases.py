@@ -6,6 +6,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 import pytest
+from data.stored_documents import open_stored
 from harness import long_tailed_lengths, write_documents
 from plan.plan_cases import cost_model, job_shape, plan_settings
 
@@ -25,9 +26,7 @@ GLOBAL_BATCH = 8
 def index(tmp_path_factory: pytest.TempPathFactory) -> SampleIndex:
     lengths = long_tailed_lengths(100, longest=LONGEST_TOKENS)
     prefix = write_documents(tmp_path_factory.mktemp("scheduler") / "train", lengths)
-    found = SampleIndex.open(prefix, max_tokens=LONGEST_TOKENS, overlong="split", seed=1)
-    assert found is not None
-    return found
+    return open_stored(prefix, max_tokens=LONGEST_TOKENS)
 
 
 def make_scheduler(

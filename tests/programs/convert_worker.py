@@ -31,6 +31,7 @@ def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], **budgets: 
     """
     from sparsebalance_megatron.convert import megatron_model
     from sparsebalance_megatron.convert.hf_config import read_config
+    from sparsebalance_megatron.convert.mapping import parameters
     from sparsebalance_megatron.convert.transfer import WeightFiles, read_weights
     from sparsebalance_megatron.megatron.core_attention import (
         AttentionOptions,
@@ -48,7 +49,7 @@ def save_logits(output: Path, hf_dir: Path, tokens: list[list[int]], **budgets: 
     for target in targets.values():
         target.data.fill_(float("nan"))
     with WeightFiles(hf_dir) as files:
-        read_weights(files, targets, model)
+        read_weights(files, targets, model, parameters(model))
     torch.save(_packed_logits(built, tokens), output)
 
 

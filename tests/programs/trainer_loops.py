@@ -60,7 +60,7 @@ from gpipe import gpipe  # noqa: E402
 from sparsebalance_megatron import integration  # noqa: E402
 from sparsebalance_megatron.attention.select import selector_named  # noqa: E402
 from sparsebalance_megatron.data.packing import pack  # noqa: E402
-from sparsebalance_megatron.data.samples import SampleIndex  # noqa: E402
+from sparsebalance_megatron.data.samples import open_samples, parse_blend  # noqa: E402
 from sparsebalance_megatron.megatron.core_attention import BudgetedCoreAttention  # noqa: E402
 
 DENSE: dict[str, Any] = {"base_budget": 1000, "tuning": "off"}
@@ -167,13 +167,9 @@ class Trainer:
 
     def plain_losses(self) -> list[float]:
         """Megatron without the plugin on the same samples: dense, one document at a time."""
-        index = SampleIndex.open(
-            self.data["data_prefix"],
-            max_tokens=SIZES["seq_length"],
-            overlong="split",
-            seed=1234,
-            split_weights="100,0,0",
-            split="train",
+        blend = parse_blend([self.data["data_prefix"]], "--data-path")
+        index = open_samples(
+            blend, "train", max_tokens=SIZES["seq_length"], overlong="split", seed=1234
         )
         config = transformer_config()
         model = gpt(config, get_gpt_layer_local_spec(normalization="RMSNorm"))

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data.stored_documents import open_stored
 from harness import TrainingRun, assert_same_steps, read_steps, train
 
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig
-from sparsebalance_megatron.data.samples import SampleIndex
 
 SIZE, STEPS, WARM_UP = 8, 11, 2
 FLAGS = (
@@ -43,10 +43,7 @@ def test_a_run_with_windows_resumes_in_the_middle_of_one(documents: Path, tmp_pa
     save = ("--save", str(tmp_path / "checkpoint"), "--save-interval", "4")
     whole, plain = run("whole", 4, *save), run("plain", 1)
     assert "from iteration 3 on samples change places within 4 steps" in whole.output
-    index = SampleIndex.open(
-        documents, max_tokens=256, overlong="split", seed=1234, split_weights="80,20,0"
-    )
-    assert index is not None
+    index = open_stored(documents, max_tokens=256, seed=1234, split_weights="80,20,0")
     arrived = [sorted(index.global_batch(SIZE * step, SIZE).tolist()) for step in range(STEPS)]
     assert samples_of_steps(tmp_path / "plain") == arrived
     found = samples_of_steps(tmp_path / "whole")
