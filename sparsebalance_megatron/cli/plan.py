@@ -208,46 +208,28 @@ def _compared_layouts(
     job: _Job, choices: Sequence[_Choices], *, explain: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Every combination planned as given, in mode exact and by Megatron: as JSON, and as lines."""
-    every = itertools.product(*(words for _, words in choices))
-    combinations = list(itertools.islice(every, _MOST_ROWS + 1))
-    if len(combinations) > _MOST_ROWS:
-        raise ConfigError(f"--vary: more than {_MOST_ROWS} rows; give fewer values at a time")
-    rows, refused, dense_rows = [], {}, set()
+    rows, dense_rows = list[TableRow](), list[list[str]]()
+    refused: dict[str, str] = {}
     words_of: dict[tuple[str, ...], list[str]] = {}
-    bar = progress_bar("flags", len(combinations), "rows")
-    for chosen in combinations:
-        words = list(itertools.chain(*chosen))
-        if mode := value_of(MODE_FLAG, words):
-            # Without what has no effect in that mode, so that some combinations are alike.
-            words = in_mode(mode, words)
-        names = tuple(
-            "-" if each and each[0] not in words else " ".join(each[1:]) or ("no", "yes")[len(each)]
-            for each in chosen
-        )
-        if (*names, GIVEN) in words_of:
+    combinations = _combinations(choices)
+    with progress_bar("flags", len(combinations), "rows") as bar:
+        for names, words in combinations.items():
             bar.update()
-            continue
-        words_of[*names, GIVEN], words_of[*names, EXACT] = words, in_mode("exact", words)
-        words_of[*names, MEGATRON] = _without_plugin(words)
-        try:
-            workload = job.workload(words)
-        except ValueError as error:
-            if not type(error).__module__.startswith("sparsebalance_megatron"):
-                raise
-            refused[shlex.join(words)] = str(error)
-        else:
+            words_of[*names, GIVEN], words_of[*names, EXACT] = words, in_mode("exact", words)
+            words_of[*names, MEGATRON] = _without_plugin(words)
+            try:
+                workload = job.workload(words)
+            except ValueError as error:
+                if not type(error).__module__.startswith("sparsebalance_megatron"):
+                    raise
+                refused[shlex.join(words)] = str(error)
+                continue
             rows.append(TableRow(names=(*names, GIVEN), workload=workload))
-            dense_words = tuple(words_of[*names, EXACT])
-            # Flags of sparse attention alone make no other row.
-            if dense_words not in dense_rows:
-                others = (MEGATRON,) if workload.is_dense else (EXACT, MEGATRON)
-                rows += [
-                    TableRow(names=(*names, name), workload=ROWS[name].of(workload))
-                    for name in others
-                ]
-                dense_rows.add(dense_words)
-        bar.update()
-    bar.close()
+            # Flags of sparse attention alone make no other dense row.
+            if words_of[*names, EXACT] not in dense_rows:
+                dense_rows.append(words_of[*names, EXACT])
+                for name in (MEGATRON,) if workload.is_dense else (EXACT, MEGATRON):
+                    rows.append(TableRow(names=(*names, name), workload=ROWS[name].of(workload)))
     if not rows:
         raise WorkloadError(f"--vary: no row makes a job: {next(iter(refused.values()))}")
     found = compare(rows)
@@ -278,6 +260,26 @@ def _compared_layouts(
     )
     flags = {"fastest": [*job.flags, *fastest], "fastest_dense": dense_flags}
     return _json(found) | flags | {"left_out": refused}, lines
+
+
+def _combinations(choices: Sequence[_Choices]) -> dict[tuple[str, ...], list[str]]:
+    """The words of every row by the names of their values."""
+    every = itertools.product(*(words for _, words in choices))
+    combinations = list(itertools.islice(every, _MOST_ROWS + 1))
+    if len(combinations) > _MOST_ROWS:
+        raise ConfigError(f"--vary: more than {_MOST_ROWS} rows; give fewer values at a time")
+    found = {}
+    for chosen in combinations:
+        words = list(itertools.chain(*chosen))
+        if mode := value_of(MODE_FLAG, words):
+            # Without what has no effect in that mode, so that some combinations are alike.
+            words = in_mode(mode, words)
+        names = tuple(
+            "-" if each and each[0] not in words else " ".join(each[1:]) or ("no", "yes")[len(each)]
+            for each in chosen
+        )
+        found[names] = words
+    return found
 
 
 def _ranking(found: Comparison, words_of: Mapping[tuple[str, ...], list[str]]) -> list[str]:

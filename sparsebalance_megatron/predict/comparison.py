@@ -75,11 +75,10 @@ class Row(NamedTuple):
         config = replace(given.config, **changes)
         settings = replace(given, config=config, max_cp_size=max_cp_size)
         planned = replace(workload, plan_settings=settings, placed_by=self.placed_by)
-        if cost.exchange.heads_within > 1:
-            # Beyond a node, too, where the model's own attention stays for that.
-            beyond = replace(cost, exchange=replace(cost.exchange, heads_within=ranks))
-            if _leaves_attention(replace(planned, cost=beyond)):
-                cost = beyond
+        beyond = replace(cost, exchange=replace(cost.exchange, heads_within=ranks))
+        if cost.exchange.heads_within > 1 and _leaves_attention(replace(planned, cost=beyond)):
+            # Heads travel beyond a node, too, where the model's own attention stays for that.
+            cost = beyond
         if self.of_megatron or _leaves_attention(replace(planned, cost=cost)):
             cost = cost.with_model_attention
         if self.of_megatron:
@@ -106,13 +105,9 @@ class Row(NamedTuple):
 
 
 def _leaves_attention(planned: Workload) -> bool:
-    """Whether mode exact leaves attention to the model: heads travel, and nothing is cut."""
-    settings = planned.plan_settings
-    return (
-        settings.config.layer_budgets == MODES["exact"]["layer_budgets"]
-        and settings.config.max_segments == 1
-        and planned.cost.exchange.heads_serve(settings.max_cp_size)
-    )
+    """Whether attention is left to the model: heads travel, and nothing is cut."""
+    settings, exchange = planned.plan_settings, planned.cost.exchange
+    return settings.config.leaves_attention and exchange.heads_serve(settings.max_cp_size)
 
 
 MEGATRON, DYNAMIC, SORTED = "Megatron", "dynamic cp", "sorted"
