@@ -23,6 +23,7 @@ from sparsebalance_megatron.view.report.numbers import (
     RunSummary,
     compare,
     compare_beside,
+    problems_of,
 )
 from sparsebalance_megatron.view.report.run_report import picture_of_both
 
@@ -87,9 +88,7 @@ def run(arguments: Namespace) -> int:
         print(text, end="")
         return 0
     print_wrapped(words.descriptions({"baseline": baseline, "run": balanced}))
-    others = [each.run_over for each in beside.values()]
-    problems = dict.fromkeys(problem for each in (comparison, *others) for problem in each.problems)
-    show(comparison, list(problems), beside, every=arguments.all)
+    show(comparison, problems_of(comparison, beside), beside, every=arguments.all)
     print(*written, sep="\n", end="\n" if written else "")
     return 0
 

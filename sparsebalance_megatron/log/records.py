@@ -149,14 +149,9 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
                 raise ValueError(f"{name} must be 0 to {LONGEST_MS:g}")
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """R, P, V and M."""
-        return self.measured.times_2RPVM.shape[1:]
-
-    @property
     def places(self) -> tuple[Place, ...]:
-        ranks, stages = self.shape[:2]
-        return tuple((rank, stage) for rank in range(ranks) for stage in range(stages))
+        ranks, stages = self.measured.times_2RPVM.shape[1:3]
+        return tuple(np.ndindex(ranks, stages))
 
     @property
     def complete(self) -> bool:

@@ -141,6 +141,12 @@ def compare_beside(baseline: RunLog, run: RunLog, directories: Sequence[Path]) -
     return found
 
 
+def problems_of(comparison: Comparison, beside: Mapping[str, Beside]) -> list[str]:
+    """What all the logs lack, each once."""
+    compared = (comparison, *(each.run_over for each in beside.values()))
+    return list(dict.fromkeys(problem for each in compared for problem in each.problems))
+
+
 def is_dense(config: Mapping[str, Any]) -> bool:
     """Whether a run of these settings attends densely in all layers."""
     return ALL_DENSE in str(config.get("layer_budgets"))

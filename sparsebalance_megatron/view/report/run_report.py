@@ -16,6 +16,7 @@ from sparsebalance_megatron.view.report.numbers import (
     compare,
     compare_beside,
     paired,
+    problems_of,
     settled,
     summarize,
     time_parts,
@@ -96,12 +97,12 @@ def make_report(
     log = read_run_log(run_directory)
     logs, others = {"run": log}, dict[str, Beside]()
     numbers: RunSummary | Comparison = summarize(log.steps, log.header)
-    problems = log.problems
+    problems = [*log.problems]
     if baseline_directory is not None:
         baseline = read_run_log(baseline_directory)
         logs = {"baseline": baseline, **logs}
         numbers, others = compare(baseline, log), compare_beside(baseline, log, beside)
-        problems = numbers.problems
+        problems = problems_of(numbers, others)
     iteration = choose_iteration(log, logs.get("baseline"), step)
     gathered = {name: gather(each, iteration) for name, each in logs.items()}
     for of_ranks, _ in gathered.values():

@@ -229,7 +229,7 @@ def _shown(run: RunSummary, path: str, layout: str) -> str:
 def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:
     """The stage that exceeds its prediction most, and how many times as slow as the median it is;
     None where that is hardly slower, or not known. Steps of the last one's shape count."""
-    alike = [each for each in steps if each.shape[:2] == steps[-1].shape[:2] and each.complete]
+    alike = [each for each in steps if each.places == steps[-1].places and each.complete]
     if not alike or len(alike[-1].places) < 2:
         return None
     predicted_RP = np.sum([stage_busy_ms(each.predicted.times_2RPVM) for each in alike], axis=0)
