@@ -10,15 +10,10 @@ import numpy as np
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
 from sparsebalance_megatron.view.report import words
 from sparsebalance_megatron.view.report.numbers import (
-    Beside,
-    Comparison,
-    RunSummary,
-    compare,
-    compare_beside,
+    Numbers,
+    numbers_of,
     paired,
-    problems_of,
     settled,
-    summarize,
     time_parts,
 )
 from sparsebalance_megatron.view.report.pictures import history_picture, step_picture
@@ -78,13 +73,12 @@ class Report:
 
     title: str
     logs: Mapping[str, RunLog]
-    numbers: RunSummary | Comparison
+    numbers: Numbers
     remarks: Sequence[str]
     iteration: int
     timelines: Mapping[str, Timeline]
     missing: Sequence[str]
     notes: Sequence[str]
-    beside: Mapping[str, Beside]
 
 
 def make_report(
@@ -95,18 +89,12 @@ def make_report(
 ) -> Report:
     """Everything a page shows; ``step`` is the iteration to draw, None a typical one."""
     log = read_run_log(run_directory)
-    logs, others = {"run": log}, dict[str, Beside]()
-    numbers: RunSummary | Comparison = summarize(log.steps, log.header)
-    problems = [*log.problems]
-    if baseline_directory is not None:
-        baseline = read_run_log(baseline_directory)
-        logs = {"baseline": baseline, **logs}
-        numbers, others = compare(baseline, log), compare_beside(baseline, log, beside)
-        problems = problems_of(numbers, others)
-    iteration = choose_iteration(log, logs.get("baseline"), step)
+    baseline = None if baseline_directory is None else read_run_log(baseline_directory)
+    logs = {"run": log} if baseline is None else {"baseline": baseline, "run": log}
+    numbers = numbers_of(log, baseline, beside)
+    iteration = choose_iteration(log, baseline, step)
     gathered = {name: gather(each, iteration) for name, each in logs.items()}
-    for of_ranks, _ in gathered.values():
-        problems += of_ranks.problems
+    of_ranks = [problem for ranks, _ in gathered.values() for problem in ranks.problems]
     remarks = words.caveats(numbers)
     if (slowest := words.slowest_device(settled(log.steps))) is not None:
         remarks.append(f"This run's {words.slowest_text(*slowest, gathered['run'][0])}.")
@@ -125,8 +113,7 @@ def make_report(
             for name, (_, timeline) in gathered.items()
             if timeline is None
         ],
-        notes=list(dict.fromkeys(problems)),
-        beside=others,
+        notes=[*(numbers.problems or log.problems), *of_ranks],
     )
 
 
