@@ -30,7 +30,7 @@ from sparsebalance_megatron.predict.workload import (
     WorkloadError,
     read_lengths,
 )
-from sparsebalance_megatron.text_table import progress_bar, shown_ms, terminal_columns
+from sparsebalance_megatron.text_table import progress_bar, shown_ms
 from sparsebalance_megatron.view.predictions import (
     is_unsure,
     over,
@@ -103,9 +103,7 @@ def run(arguments: Namespace) -> int:
     if choices:
         document, lines = _compared_layouts(job, choices, explain=arguments.explain)
     else:
-        comparison, lines = predicted(
-            job.workload(), job.order, terminal_columns(), explain=arguments.explain
-        )
+        comparison, lines = predicted(job.workload(), job.order, explain=arguments.explain)
         document = _json(comparison) | {"flags": job.flags}
     if arguments.json:
         print_json(document)
@@ -253,7 +251,6 @@ def _compared_layouts(
     lines = prediction_lines(
         found,
         job.order,
-        terminal_columns(),
         keys=[*(flag[2:] for flag, _ in choices), ""],
         meanings={name: ROWS[name].meaning for name in (MEGATRON, EXACT)} if explain else {},
         verdict=verdict,

@@ -21,7 +21,7 @@ from sparsebalance_megatron.predict.comparison import (
 )
 from sparsebalance_megatron.predict.outcome import Outcome, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
-from sparsebalance_megatron.text_table import shown_ms, text_table, wrapped
+from sparsebalance_megatron.text_table import shown_ms, terminal_columns, text_table, wrapped
 from sparsebalance_megatron.view.report.numbers import ratio_interval
 
 _HIDDEN = 0.5
@@ -41,7 +41,7 @@ _COLUMNS = {
 
 
 def predicted(
-    workload: Workload, order: str, columns: int, *, explain: bool = False
+    workload: Workload, order: str, *, explain: bool = False
 ) -> tuple[Comparison, list[str]]:
     """A job in every way to plan it, and the lines that say what came out."""
     ways = rows_of(workload)
@@ -63,13 +63,12 @@ def predicted(
         for (name, way), row in zip(ways.items(), rows, strict=True)
         if explain
     }
-    return found, prediction_lines(found, order, columns, meanings=meanings, verdict=verdict)
+    return found, prediction_lines(found, order, meanings=meanings, verdict=verdict)
 
 
 def prediction_lines(
     comparison: Comparison,
     order: str,
-    columns: int,
     *,
     keys: Sequence[str] = ("",),
     meanings: Mapping[str, str],
@@ -80,7 +79,7 @@ def prediction_lines(
 
     ``keys`` are the headings of the names of rows, ``verdict`` the first sentences below the table.
     """
-    given = comparison.given
+    given, columns = comparison.given, terminal_columns()
     steps, samples = len(given.workload.batches), len(given.workload.batches[0])
     header = (
         f"{given.workload.gpus} GPUs, {steps} step{'s' if steps != 1 else ''} of {samples} "
@@ -107,14 +106,18 @@ def prediction_lines(
     ]
     if not meanings:
         legend = ["`sparse-balance plan --explain` says what rows and columns are."]
+
+    def lines(texts: Sequence[str]) -> list[str]:
+        return [line for text in texts for line in wrapped(text, columns)]
+
     return [
-        *_wrapped([header, _rates(given.workload)], columns),
+        *lines([header, _rates(given.workload)]),
         "",
         *text_table(rows, columns=columns, keys=len(keys)),
         "",
-        *_wrapped(sentences, columns),
+        *lines(sentences),
         *([""] if meanings else []),
-        *_wrapped(legend, columns),
+        *lines(legend),
     ]
 
 
@@ -257,7 +260,3 @@ def _remarks(workload: Workload) -> Iterator[str]:
         )
     if memory.sharded_parameters:
         yield "Sharded parameters: gathering them takes no time here."
-
-
-def _wrapped(sentences: Sequence[str], columns: int) -> list[str]:
-    return [line for sentence in sentences for line in wrapped(sentence, columns)]

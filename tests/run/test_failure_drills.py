@@ -16,7 +16,7 @@ import pytest
 from harness import PROGRAMS, TrainingRun, assert_same_steps, train
 
 from sparsebalance_megatron.log.reader import read_rank_logs, read_run_log
-from sparsebalance_megatron.view.report.timeline import measured_timeline
+from sparsebalance_megatron.view.report.pictures import measured_timeline
 
 pytestmark = pytest.mark.distributed
 

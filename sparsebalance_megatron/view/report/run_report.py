@@ -16,11 +16,12 @@ from sparsebalance_megatron.view.report.numbers import (
     settled,
     time_parts,
 )
-from sparsebalance_megatron.view.report.pictures import history_picture, step_picture
-from sparsebalance_megatron.view.report.timeline import (
+from sparsebalance_megatron.view.report.pictures import (
     Timeline,
+    history_picture,
     measured_timeline,
     named_places,
+    step_picture,
 )
 
 
@@ -51,16 +52,16 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
             )
         return asked
     pairs = paired(log, baseline) if baseline else [(step, step) for step in settled(log.steps)]
-    whole = [pair for pair in pairs or [(each, each) for each in log.steps] if pair[1].complete]
+    pairs = pairs or [(step, step) for step in log.steps]
     # [side][step][part]: the time of the step, and of it waiting.
-    parts = np.array([time_parts([pair[side] for pair in whole]) for side in (0, 1)])
+    parts = np.array([time_parts([pair[side] for pair in pairs]) for side in (0, 1)])
     values = np.stack([parts.sum(axis=2), parts[..., 1]])
     measured = np.isfinite(values).all(axis=(0, 1))
     if not measured.any():
-        return (whole[-1][1] if whole else log.steps[-1]).iteration
+        return log.steps[-1].iteration
     off = np.abs(values - np.median(values[..., measured], axis=2, keepdims=True))
     nearest = np.where(measured, off.sum(axis=(0, 1)), np.inf).argmin()
-    return whole[int(nearest)][1].iteration
+    return pairs[int(nearest)][1].iteration
 
 
 @dataclass(frozen=True, kw_only=True)
