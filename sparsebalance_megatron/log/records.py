@@ -3,8 +3,7 @@
 
 A log is a file of JSON lines. NaN and infinity are written as null: not measured.
 
-Shape legend: U length buckets, K budgets of the grid, 2 forward and backward, O rows of
-observations.
+Shape legend: 2 forward and backward, O rows of observations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -307,15 +306,13 @@ def rank_step(step: FinishedStep, place: RankPlace, job: Job) -> RankStep:
     planned, times = step.planned, step.times
     layers = [layer for chunk in job.stage_layers[place.pipeline_rank] for layer in chunk]
     observed: dict[int, list[np.ndarray]] = {}
-    first = 0
-    for piece in step.pieces:
-        rows = step.executed_O[first : first + piece.samples]
+    ends = np.cumsum([piece.samples for piece in step.pieces], dtype=np.int64)
+    for piece, rows in zip(step.pieces, np.split(step.executed_O, ends), strict=False):
         observed.setdefault(piece.position, []).append(rows)
-        first += piece.samples
     micro_batches = []
     for plan in planned.plan.for_rank(place.data_parallel_rank).micro_batches:
-        of_layers, coverage = observed.get(plan.position), None
-        if of_layers is not None:
+        coverage = None
+        if of_layers := observed.get(plan.position):
             coverage = tuple(np.mean(of_layers, axis=0).round(_COVERAGE_DIGITS).tolist())
         own = {
             "samples": tuple(planned.samples[list(plan.samples)].tolist()),

@@ -51,7 +51,7 @@ def _times_as_fast(comparison: Comparison) -> str:
 
 def changes(numbers: Numbers) -> list[str]:
     """Says where the gain is in a step, and what it is owed to as far as other runs tell."""
-    why = numbers.comparison and numbers.comparison.explanation
+    why = numbers.comparison.explanation if numbers.comparison else None
     sentences = []
     if why is not None:
         parts = {
