@@ -208,13 +208,10 @@ def _compared_layouts(
     """Every combination planned as given, in mode exact and by Megatron: as JSON, and as lines."""
     rows, dense_rows = list[TableRow](), list[list[str]]()
     refused: dict[str, str] = {}
-    words_of: dict[tuple[str, ...], list[str]] = {}
     combinations = _combinations(choices)
     with progress_bar("flags", len(combinations), "rows") as bar:
         for names, words in combinations.items():
             bar.update()
-            words_of[*names, GIVEN], words_of[*names, EXACT] = words, in_mode("exact", words)
-            words_of[*names, MEGATRON] = _without_plugin(words)
             try:
                 workload = job.workload(words)
             except ValueError as error:
@@ -222,30 +219,27 @@ def _compared_layouts(
                     raise
                 refused[shlex.join(words)] = str(error)
                 continue
-            rows.append(TableRow(names=(*names, GIVEN), workload=workload))
+            rows.append(TableRow(names=(*names, GIVEN), words=words, workload=workload))
             # Flags of sparse attention alone make no other dense row.
-            if words_of[*names, EXACT] not in dense_rows:
-                dense_rows.append(words_of[*names, EXACT])
-                for name in (MEGATRON,) if workload.is_dense else (EXACT, MEGATRON):
-                    rows.append(TableRow(names=(*names, name), workload=ROWS[name].of(workload)))
+            if _of_way(EXACT, words) not in dense_rows:
+                dense_rows.append(_of_way(EXACT, words))
+                for way in (MEGATRON,) if workload.is_dense else (EXACT, MEGATRON):
+                    own, planned = _of_way(way, words), ROWS[way].of(workload)
+                    rows.append(TableRow(names=(*names, way), words=own, workload=planned))
     if not rows:
         raise WorkloadError(f"--vary: no row makes a job: {next(iter(refused.values()))}")
     found = compare(rows)
-    refused |= {shlex.join(words_of[names]): why for names, why in found.refused.items()}
-    fastest, dense = (words_of[row.names] for row in (found.given, found.dense))
-    dense_flags, way = [*job.flags, *dense], found.dense.names[-1]
-    if way == EXACT:
-        dense_flags = in_mode("exact", dense_flags)
-    elif way == MEGATRON:
-        dense_flags = _without_plugin(dense_flags)
+    refused |= {shlex.join(row.words): why for row, why in found.refused}
+    dense = found.dense
+    dense_flags = _of_way(dense.names[-1], [*job.flags, *dense.words])
     dropped = [word for word in job.flags if word.startswith("--") and word not in dense_flags]
     without = f" (without {' '.join(dropped)})" if dropped else ""
     verdict = ["No row fits the memory of the device: raise a size, or lower the token cap."]
     if found.given.fits:
         verdict = [
-            *_ranking(found, words_of),
-            f"Fastest with dense attention: {shlex.join(dense) or _NONE}{without}: "
-            f"{shown_ms(found.dense.ms)} ms.",
+            *_ranking(found),
+            f"Fastest with dense attention: {shlex.join(dense.words) or _NONE}{without}: "
+            f"{shown_ms(dense.ms)} ms.",
         ]
     verdict += [f"Left out: {which or _NONE}: {why}." for which, why in refused.items()]
     lines = prediction_lines(
@@ -255,7 +249,7 @@ def _compared_layouts(
         meanings={name: ROWS[name].meaning for name in (MEGATRON, EXACT)} if explain else {},
         verdict=verdict,
     )
-    flags = {"fastest": [*job.flags, *fastest], "fastest_dense": dense_flags}
+    flags = {"fastest": [*job.flags, *found.given.words], "fastest_dense": dense_flags}
     return _json(found) | flags | {"left_out": refused}, lines
 
 
@@ -279,27 +273,29 @@ def _combinations(choices: Sequence[_Choices]) -> dict[tuple[str, ...], list[str
     return found
 
 
-def _ranking(found: Comparison, words_of: Mapping[tuple[str, ...], list[str]]) -> list[str]:
+def _ranking(found: Comparison) -> list[str]:
     """The fastest row as given, and which others it may not be faster than."""
     given, dense = found.given, found.dense
     before, name = dense, "the fastest with dense attention"
     if given.workload.is_dense:
         before, name = found.without_plugin, "the fastest row Megatron"
     alike = [
-        shlex.join(words_of[row.names]) or _NONE
+        shlex.join(row.words) or _NONE
         for row in found.rows
         if row is not given and row.names[-1] == GIVEN and is_unsure(ratio_spread(row, given))
     ]
     return [
-        f"Fastest: {shlex.join(words_of[given.names]) or _NONE}: {shown_ms(given.ms)} ms, "
+        f"Fastest: {shlex.join(given.words) or _NONE}: {shown_ms(given.ms)} ms, "
         f"{over(before, given, name)}.",
         *([f"As fast, for all that these steps say: {'; '.join(alike)}."] if alike else []),
     ]
 
 
-def _without_plugin(words: Sequence[str]) -> list[str]:
-    """The words of a command line that Megatron alone takes."""
-    return without_flags(words, lambda flag: flag.startswith(flag_name("enabled")))
+def _of_way(way: str, words: Sequence[str]) -> list[str]:
+    """The words of a command line with which training runs in this way."""
+    if way == MEGATRON:
+        return without_flags(words, lambda flag: flag.startswith(flag_name("enabled")))
+    return in_mode("exact", words) if way == EXACT else [*words]
 
 
 def _json(comparison: Comparison) -> dict[str, Any]:

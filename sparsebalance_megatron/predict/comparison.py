@@ -174,9 +174,11 @@ def given_row(workload: Workload, rows: Mapping[str, Row]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One way to plan, or one layout, by its names; without an outcome where it was not planned."""
+    """One way to plan, or one layout, by its names; without an outcome where it was not planned.
+    ``words``: of a command line, that make it differ from other rows."""
 
     names: tuple[str, ...]
+    words: Sequence[str] = ()
     workload: Workload
     outcome: Outcome | None = None
 
@@ -202,7 +204,7 @@ class TableRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Rows of a table; ``refused``: names of rows that cannot be planned, and why.
+    """Rows of a table; ``refused``: rows that cannot be planned, and why.
 
     ``given``: what the flags train; of layouts, the fastest that is not Megatron's and not dense,
     if any is.
@@ -210,7 +212,7 @@ class Comparison:
 
     rows: tuple[TableRow, ...]
     given: TableRow
-    refused: Mapping[tuple[str, ...], str]
+    refused: Sequence[tuple[TableRow, str]]
 
     @property
     def dense(self) -> TableRow:
@@ -234,18 +236,17 @@ def compare(rows: Sequence[TableRow], given: tuple[str, ...] | None = None) -> C
     """
     fitting = [row for row in rows if given or row.fits]
     planned = fitting or rows
-    found: list[TableRow] = []
-    refused = {}
+    found, refused = list[TableRow](), list[tuple[TableRow, str]]()
     with progress_bar("plan", sum(len(row.workload.batches) for row in planned), "steps") as bar:
         for row in planned:
             try:
                 found.append(replace(row, outcome=predict(row.workload, watch=bar.update)))
             except PlanError as error:
-                refused[row.names] = str(error)
-    if given in refused:
-        raise PlanError(refused[given])
+                if row.names == given:
+                    raise
+                refused.append((row, str(error)))
     if not any(row.workload.is_dense for row in found):
-        raise PlanError(next(iter(refused.values())))
+        raise PlanError(refused[0][1])
     if given is None:
         found.sort(key=lambda row: row.ms)
         own = [row for row in found if row.names[-1] != MEGATRON] or found

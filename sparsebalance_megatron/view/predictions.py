@@ -48,7 +48,7 @@ def predicted(
     given = given_row(workload, ways)
     rows = [TableRow(names=(name,), workload=way.of(workload)) for name, way in ways.items()]
     found = compare(rows, (given,))
-    verdict = [f"{name}: left out, {why}." for (name,), why in found.refused.items()]
+    verdict = [f"{row.names[0]}: left out, {why}." for row, why in found.refused]
     best = found.dense.names[0]
     if given != best:
         train = "These flags" if given == GIVEN else f"These flags train as {given}"
