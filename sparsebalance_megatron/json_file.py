@@ -28,10 +28,6 @@ class UnreadableFileError(ValueError):
     """The reason why a file cannot be read or parsed, without its name."""
 
 
-class NoSuchFileError(UnreadableFileError):
-    """There is no file of that name."""
-
-
 def read_json(path: Path, kind: Any = Any, max_bytes: int = MAX_BYTES) -> Any:
     """The value that a JSON file holds, as a ``kind``; see :func:`parse_json`."""
     return parse_json(read_text(path, max_bytes), kind)
@@ -55,8 +51,6 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         # Without this flag, opening a pipe without a writer would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise NoSuchFileError(f"cannot be read ({error.strerror})") from error
     except OSError as error:
         raise UnreadableFileError(f"cannot be read ({error.strerror})") from error
     except ValueError as error:

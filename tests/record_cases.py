@@ -5,7 +5,6 @@ import json
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 from step_cases import JOB
 
 from sparsebalance_megatron.learn.measurement import Span, StepFigures
@@ -28,13 +27,6 @@ def rank_header(**changes: Any) -> RankHeader:
     ranks = ("world_rank", "data_parallel_rank", "pipeline_rank", "tensor_parallel_rank")
     values = {**dict.fromkeys(ranks, 0), "chunk_layers": ((0,),), "host": "here"}
     return RankHeader(**(values | {"log_format": LOG_FORMAT} | changes))
-
-
-def rank_micro_batch(**changes: Any) -> RankMicroBatch:
-    """A short sample that one rank has alone, at a budget of one block."""
-    values = {"rank": 0, "position": 0, "cp_size": 1, "lengths_tokens": (8,), "samples": (0,)}
-    unknown = {"budgets_LS": np.ones((1, 1), int), "coverage": None}
-    return RankMicroBatch(**(values | unknown | changes))
 
 
 def rank_step(

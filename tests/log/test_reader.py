@@ -16,7 +16,6 @@ from record_cases import (
     HEADER,
     PREDICTED,
     rank_header,
-    rank_micro_batch,
     rank_step,
 )
 from record_cases import step_line as record
@@ -24,7 +23,7 @@ from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import encode
+from sparsebalance_megatron.log.records import RankMicroBatch, encode
 from sparsebalance_megatron.view.report.run_report import ReportError, gather, make_report
 
 
@@ -112,7 +111,9 @@ def test_logs_of_another_format_are_named_and_what_follows_is_read(tmp_path: Pat
 
 RANK_HEADER = json.loads(encode(rank_header()))
 RANK_STEP = rank_step(
-    rank_micro_batch(
+    RankMicroBatch(
+        rank=0,
+        position=0,
         samples=(7, 8),
         lengths_tokens=(100, 20),
         budgets_LS=np.array([[4, 1], [3, 1], [2, 1]]),
