@@ -12,8 +12,6 @@ from typing import Any
 
 from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
-from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.model import counted_rates
 from sparsebalance_megatron.flags import MODE_FLAG, in_mode, value_of, without_flags
 from sparsebalance_megatron.predict.comparison import (
     EXACT,
@@ -300,12 +298,11 @@ def _of_way(way: str, words: Sequence[str]) -> list[str]:
 
 def _json(comparison: Comparison) -> dict[str, Any]:
     workload, reference = comparison.given.workload, comparison.without_plugin
-    rates = counted_rates(workload.cost.device)
     rows: dict[str, dict[str, Any]] = {}
     for row in comparison.rows:
         found = rows[" ".join(row.names)] = {
             "fits": row.fits,
-            "at_most_gib": row.at_most_bytes / GIBIBYTE,
+            "at_most_gib": row.at_most_gib,
         }
         if row.outcome is not None:
             found |= {"speedup": reference.ms / row.ms, **asdict(row.outcome)}
@@ -314,7 +311,7 @@ def _json(comparison: Comparison) -> dict[str, Any]:
         "steps": len(workload.batches),
         "costs": workload.cost.source,
         "device": workload.cost.device,
-        "memory_gib": rates.memory_gib if rates else None,
+        "memory_gib": comparison.given.gpu_gib,
         "given": " ".join(comparison.given.names),
         "dense": " ".join(comparison.dense.names),
         "dense_up_to_tokens": workload.plan_settings.config.dense_up_to_tokens,

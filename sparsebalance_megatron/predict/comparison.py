@@ -183,19 +183,19 @@ class TableRow:
     outcome: Outcome | None = None
 
     @cached_property
-    def at_most_bytes(self) -> float:
+    def at_most_gib(self) -> float:
         """Memory of the fullest stage, with every micro-batch at the token cap."""
-        return max(stage.total_bytes for stage in memory_at_most(self.workload))
+        return max(stage.total_bytes for stage in memory_at_most(self.workload)) / GIBIBYTE
 
     @property
-    def gpu_bytes(self) -> float:
-        """Memory of the device whose times these are; infinite where unknown."""
+    def gpu_gib(self) -> float | None:
+        """Memory of the device whose times these are; None where unknown."""
         rates = counted_rates(self.workload.cost.device)
-        return GIBIBYTE * (rates.memory_gib if rates else math.inf)
+        return rates.memory_gib if rates else None
 
     @property
     def fits(self) -> bool:
-        return self.at_most_bytes <= self.gpu_bytes
+        return self.gpu_gib is None or self.at_most_gib <= self.gpu_gib
 
     @property
     def ms(self) -> float:
@@ -253,7 +253,7 @@ def compare(rows: Sequence[TableRow], given: tuple[str, ...] | None = None) -> C
         sparse = [row for row in own if not row.workload.is_dense]
         given = (sparse or own)[0].names
         others = [row for row in rows if fitting and not row.fits]
-        found += sorted(others, key=lambda row: row.at_most_bytes)
+        found += sorted(others, key=lambda row: row.at_most_gib)
     chosen = next(row for row in found if row.names == given)
     return Comparison(rows=tuple(found), given=chosen, refused=refused)
 

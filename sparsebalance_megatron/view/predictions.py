@@ -186,7 +186,7 @@ def _cells(row: TableRow, reference: TableRow, step: str, *, has_coverage: bool)
         }
     if not has_coverage:
         del cells["cover-\nage"]
-    return cells | {"GiB at\nmost": f"{row.at_most_bytes / GIBIBYTE:,.1f}{'' if row.fits else '*'}"}
+    return cells | {"GiB at\nmost": f"{row.at_most_gib:,.1f}{'' if row.fits else '*'}"}
 
 
 def _short(workload: Workload) -> str:
@@ -194,14 +194,15 @@ def _short(workload: Workload) -> str:
 
 
 def _memory(row: TableRow, outcome: Outcome) -> str:
-    held, memory = max(stage.total_bytes for stage in outcome.stages), row.workload.memory
-    gpu = f"{row.gpu_bytes / GIBIBYTE:g} GiB of the {_short(row.workload)}"
+    held_gib = max(stage.total_bytes for stage in outcome.stages) / GIBIBYTE
+    memory, gpu_gib = row.workload.memory, row.gpu_gib
     text = (
-        f"Memory: {held / GIBIBYTE:,.1f} GiB of the fullest GPU in these steps, at most "
-        f"{row.at_most_bytes / GIBIBYTE:,.1f} with every micro-batch at the token cap (counted)"
+        f"Memory: {held_gib:,.1f} GiB of the fullest GPU in these steps, at most "
+        f"{row.at_most_gib:,.1f} with every micro-batch at the token cap (counted)"
     )
-    if row.gpu_bytes == float("inf"):
+    if gpu_gib is None:
         return f"{text}."
+    gpu = f"{gpu_gib:g} GiB of the {_short(row.workload)}"
     if row.fits:
         return f"{text}: fits the {gpu}; leave a tenth free."
     remedies = {
@@ -212,7 +213,7 @@ def _memory(row: TableRow, outcome: Outcome) -> str:
     unused = [flag for flag, is_used in remedies.items() if not is_used]
     use = f", use {' or '.join(unused)}" if unused else ""
     return (
-        f"{text}: {'does' if held > row.gpu_bytes else 'may'} not fit the {gpu}. Raise "
+        f"{text}: {'does' if held_gib > gpu_gib else 'may'} not fit the {gpu}. Raise "
         "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
         f"or --expert-model-parallel-size{use}, or lower "
         "--sparse-balance-max-tokens-per-micro-batch."
