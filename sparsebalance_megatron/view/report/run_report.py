@@ -68,8 +68,8 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
 class Report:
     """Contents of a page.
 
-    ``remarks``: on times and devices. ``timelines``: of the step that is drawn. ``missing``: what
-    cannot be, and why. ``notes``: what the logs lack.
+    ``remarks``: on times and devices. ``timelines``: of the step that is drawn. ``notes``: what the
+    logs lack.
     """
 
     title: str
@@ -78,8 +78,13 @@ class Report:
     remarks: Sequence[str]
     iteration: int
     timelines: Mapping[str, Timeline]
-    missing: Sequence[str]
     notes: Sequence[str]
+
+    @property
+    def missing(self) -> list[str]:
+        """What cannot be drawn, and why."""
+        names = [name.capitalize() for name in self.logs if name not in self.timelines]
+        return [f"{name}: not drawn, its times are not logged." for name in names]
 
 
 def make_report(
@@ -109,11 +114,6 @@ def make_report(
         remarks=remarks,
         iteration=iteration,
         timelines={name: timeline for name, (_, timeline) in gathered.items() if timeline},
-        missing=[
-            f"{name.capitalize()}: not drawn, its times are not logged."
-            for name, (_, timeline) in gathered.items()
-            if timeline is None
-        ],
         notes=[*(numbers.problems or log.problems), *of_ranks],
     )
 
@@ -146,7 +146,7 @@ def render_page(report: Report) -> str:
     return template.render(
         report=report,
         step=step,
-        step_remarks=remarks + list(report.missing),
+        step_remarks=remarks + report.missing,
         history=history_picture(report.logs),
         words=words,
     ).lstrip()

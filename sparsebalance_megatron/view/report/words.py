@@ -143,26 +143,20 @@ def run_facts(header: RunHeader | None) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
 
 
-Row = dict[str, str]
-"""Cells of a table by their headings, of which each row has the same."""
-
-
-def numbers_table(numbers: Numbers, *, every: bool = False) -> list[Row]:
-    """The runs side by side: rows that answer most questions, or every one. Dense attention has no
-    coverage."""
-    runs = numbers.runs
-    rows = {
-        name: {of: _shown(run, path, layout) for of, run in runs.items()}
-        for name, path, layout in (_ROWS if every else _FIRST_ROWS)
-    }
+def numbers_table(numbers: Numbers, *, every: bool = False) -> list[dict[str, str]]:
+    """The runs side by side, cells by their headings: rows that answer most questions, or every
+    one. Dense attention has no coverage."""
+    runs, hidden = numbers.runs, set[str]()
     if all(run.figures.get("coverage") in (None, 1.0) for run in runs.values()):
-        rows = {name: cells for name, cells in rows.items() if "base budgets" not in name}
-        rows.pop("coverage, mean", None)
+        hidden |= _OF_COVERAGE
     if all(run.window_steps == 1 for run in runs.values()):
-        rows = {name: cells for name, cells in rows.items() if name not in _OF_WINDOWS}
-    return [
-        {"": name, **cells} for name, cells in rows.items() if {*cells.values()} != {_NOT_MEASURED}
+        hidden |= _OF_WINDOWS
+    rows = [
+        {"": name} | {of: _shown(run, path, layout) for of, run in runs.items()}
+        for name, path, layout in (_ROWS if every else _FIRST_ROWS)
+        if name not in hidden
     ]
+    return [row for row in rows if {*row.values()} != {row[""], _NOT_MEASURED}]
 
 
 _NOT_MEASURED = "not measured"
@@ -194,10 +188,9 @@ _ROWS = (
     ("  correlation with the step before", "tokens_correlation", "+.2f"),
 )
 """Rows of the table: words, a number's place in a summary, its layout."""
-
-
-_OF_WINDOWS = frozenset(name for name, path, _ in _ROWS[-3:])
-"""Rows that stand only beside a run with windows."""
+_OF_WINDOWS = {name for name, path, _ in _ROWS[-3:]}
+_OF_COVERAGE = {name for name, path, _ in _ROWS if "coverage" in path or "work_ratio" in path}
+"""Rows that stand only where a run has windows, or attends to less than everything."""
 
 
 def _shown(run: RunSummary, path: str, layout: str) -> str:
