@@ -9,7 +9,6 @@ from step_cases import JOB
 
 from sparsebalance_megatron.learn.measurement import Span, StepFigures
 from sparsebalance_megatron.log.records import (
-    LOG_FORMAT,
     STEP_LOG,
     RankHeader,
     RankMicroBatch,
@@ -26,7 +25,7 @@ def rank_header(**changes: Any) -> RankHeader:
     """The first rank of all, with one layer."""
     ranks = ("world_rank", "data_parallel_rank", "pipeline_rank", "tensor_parallel_rank")
     values = {**dict.fromkeys(ranks, 0), "chunk_layers": ((0,),), "host": "here"}
-    return RankHeader(**(values | {"log_format": LOG_FORMAT} | changes))
+    return RankHeader(**(values | changes))
 
 
 def rank_step(
@@ -98,7 +97,6 @@ def step_record(iteration: int, /, **changes: Any) -> StepRecord:
 def header_of(job: Job) -> RunHeader:
     """The header of a job."""
     return RunHeader(
-        log_format=LOG_FORMAT,
         config={"batching": "latency"},
         cost_source="counted",
         job=job,

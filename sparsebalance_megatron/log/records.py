@@ -65,7 +65,7 @@ class Record(Struct, frozen=True, kw_only=True, tag_field="type"):
 class Header(Record, frozen=True, kw_only=True):
     """First line of a file; ``lines_discarded`` older ones are gone."""
 
-    log_format: Literal[2]
+    log_format: Literal[2] = LOG_FORMAT
     lines_discarded: Count | UnsetType = UNSET
 
 
@@ -296,7 +296,6 @@ def rank_header(place: RankPlace, job: Job, host: str) -> RankHeader:
     ranks = ("world_rank", "data_parallel_rank", "pipeline_rank", "tensor_parallel_rank")
     return RankHeader(
         **{name: getattr(place, name) for name in ranks},
-        log_format=LOG_FORMAT,
         chunk_layers=job.stage_layers[place.pipeline_rank],
         host=host,
     )
