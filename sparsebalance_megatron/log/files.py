@@ -259,7 +259,8 @@ class LogWriter:
 
     def _close_file(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
             self._file = None
 
     def _warn(self, reason: str) -> None:
