@@ -21,11 +21,10 @@ from sparsebalance_megatron.log.records import (
 from sparsebalance_megatron.plan.job import Job
 
 
-def rank_header(**changes: Any) -> RankHeader:
+def rank_header() -> RankHeader:
     """The first rank of all, with one layer."""
     ranks = ("world_rank", "data_parallel_rank", "pipeline_rank", "tensor_parallel_rank")
-    values = {**dict.fromkeys(ranks, 0), "chunk_layers": ((0,),), "host": "here"}
-    return RankHeader(**(values | changes))
+    return RankHeader(**dict.fromkeys(ranks, 0), chunk_layers=((0,),), host="here")
 
 
 def rank_step(
