@@ -11,7 +11,6 @@ from sparsebalance_megatron.learn.measurement import Span, StepFigures
 from sparsebalance_megatron.log.records import (
     STEP_LOG,
     RankHeader,
-    RankMicroBatch,
     RankStep,
     RunHeader,
     StepRecord,
@@ -27,16 +26,10 @@ def rank_header() -> RankHeader:
     return RankHeader(**dict.fromkeys(ranks, 0), chunk_layers=((0,),), host="here")
 
 
-def rank_step(
-    *micro_batches: RankMicroBatch, spans: tuple[Span, ...] = (), start_unix_s: float | None = None
-) -> RankStep:
+def rank_step(spans: tuple[Span, ...] = (), start_unix_s: float | None = None) -> RankStep:
     """The first step."""
     return RankStep(
-        iteration=1,
-        start_unix_s=start_unix_s,
-        schedule_ms=None,
-        micro_batches=micro_batches,
-        spans=spans,
+        iteration=1, start_unix_s=start_unix_s, schedule_ms=None, micro_batches=(), spans=spans
     )
 
 

@@ -29,7 +29,7 @@ from sparsebalance_megatron.learn.measurement import (
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan
+from sparsebalance_megatron.plan.step_plan import Expectation
 
 LARGEST_COUNT = 2**40
 Count = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
@@ -173,24 +173,18 @@ class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
         return self.data_parallel_rank, self.pipeline_rank
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankMicroBatch(MicroBatchPlan):
-    """A micro-batch as one rank ran it, with the budgets of that rank's layers.
-
-    ``samples``: their numbers in the data. ``coverage``: of each, the mean over the rank's layers;
-    None on all ranks that share it but the first, and where a rank has no layers.
-    """
-
-    coverage: tuple[Number, ...] | None
-
-
 class RankStep(Record, frozen=True, kw_only=True, tag="step"):
-    """One step of one rank; ``spans``: what was measured, in ms since ``start_unix_s``."""
+    """One step of one rank; ``spans``: what was measured, in ms since ``start_unix_s``.
+
+    ``micro_batches``: fields of :class:`.MicroBatchPlan` with the budgets of this rank's layers.
+    Their ``samples`` are numbers in the data, ``coverage`` is of each the mean over the rank's
+    layers; None on all ranks that share it but the first, and where a rank has no layers.
+    """
 
     iteration: Count
     start_unix_s: Number = field(name="schedule_start_unix_s")
     schedule_ms: Milliseconds
-    micro_batches: tuple[RankMicroBatch, ...]
+    micro_batches: tuple[dict[str, Any], ...]
     spans: tuple[Span, ...]
 
     def __post_init__(self) -> None:
@@ -319,7 +313,7 @@ def rank_step(step: FinishedStep, place: RankPlace, job: Job) -> RankStep:
             "dense_documents_L": plan.dense_documents_L[layers],
             "coverage": coverage,
         }
-        micro_batches.append(RankMicroBatch(**vars(plan) | own))
+        micro_batches.append(vars(plan) | own)
     return RankStep(
         iteration=step.iteration,
         start_unix_s=times.start_unix_s,

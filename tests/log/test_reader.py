@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from view.report.sample_run import SampleRun, write_lines
 
 from sparsebalance_megatron.learn.measurement import Span
 from sparsebalance_megatron.log.reader import RunLogError, read_rank_logs, read_run_log
-from sparsebalance_megatron.log.records import RankMicroBatch, encode
+from sparsebalance_megatron.log.records import encode
 from sparsebalance_megatron.view.report.run_report import ReportError, gather, make_report
 
 
@@ -111,14 +110,6 @@ def test_logs_of_another_format_are_named_and_what_follows_is_read(tmp_path: Pat
 
 RANK_HEADER = json.loads(encode(rank_header()))
 RANK_STEP = rank_step(
-    RankMicroBatch(
-        rank=0,
-        position=0,
-        samples=(7, 8),
-        lengths_tokens=(100, 20),
-        budgets_LS=np.array([[4, 1], [3, 1], [2, 1]]),
-        coverage=(0.5, None),
-    ),
     spans=(Span("forward", 0, 0, 0.0, 1.0), Span("backward", 1, 0, 1.5, 2.5)),
     start_unix_s=1e9,
 )
@@ -148,25 +139,19 @@ def test_of_a_step_that_a_rank_repeats_the_last_line_counts(tmp_path: Path) -> N
     assert read_rank_logs(tmp_path, 2).steps[0, 0].start_unix_s == 2e9
 
 
-MICRO_BATCH = rank_record(1)["micro_batches"][0]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"spans": [["sideways", 0, 0, 0.0, 1.0]]}, "spans holds"),
         ({"spans": [["forward", 0, 0, 2.0, 1.0]]}, "spans holds"),
-        ({"lengths_tokens": [100, None]}, "micro_batches[0].lengths_tokens[1] None"),
-        ({"budgets_LS": [[4, 1], [3], [2, 1]]}, "budgets_LS: must be an array"),
-        ({"coverage": [0.5, "x"]}, "coverage[1] 'x'"),
+        ({"spans": [["forward", 0, 0, None, 1.0]]}, "spans[0][3] None"),
+        ({"schedule_ms": "x"}, "schedule_ms 'x'"),
     ],
 )
 def test_a_damaged_step_is_named_and_the_rest_kept(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    of_the_step = change if "spans" in change else {"micro_batches": [MICRO_BATCH | change]}
-    bad = rank_record(2, **of_the_step)
-    write_rank(tmp_path, RANK_HEADER, rank_record(1), bad, rank_record(3))
+    write_rank(tmp_path, RANK_HEADER, rank_record(1), rank_record(2, **change), rank_record(3))
     assert read_rank_logs(tmp_path, 3).steps[0, 0].iteration == 3
     logs = read_rank_logs(tmp_path, 2)
     assert not logs.steps
