@@ -111,10 +111,10 @@ def _ending_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    replaced = []
-    if threading.current_thread() is threading.main_thread():
-        # Programs started with nohup leave the signal alone.
-        replaced = [each for each in _ENDING_SIGNALS if signal.getsignal(each) == signal.SIG_DFL]
+    # Programs started with nohup leave the signal alone.
+    replaced = [each for each in _ENDING_SIGNALS if signal.getsignal(each) == signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        replaced = []
     for number in replaced:
         signal.signal(number, end)
     try:

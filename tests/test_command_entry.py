@@ -131,11 +131,8 @@ def test_a_deleted_working_directory_is_said(run: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("picture", ["x", "y/../x"])
-def test_outputs_may_not_collide(
-    picture: str, run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outputs = f"-o {run.parent}/x --picture {run.parent}/{picture}"
+def test_outputs_may_not_collide(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = f"-o {run.parent}/x --picture {run.parent}/y/../x"
     before = set(run.parent.iterdir())
     assert cli.main(f"summary --baseline {run} --run {run} {outputs}".split()) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sparsebalance_megatron.cli.output import print_wrapped
 from sparsebalance_megatron.cost.fit import without_warnings
 from sparsebalance_megatron.cost.memory import memory_lines
 from sparsebalance_megatron.data.samples import read_blends
@@ -24,7 +25,7 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 from sparsebalance_megatron.predict.workload import STEPS, Workload
 from sparsebalance_megatron.run.described_job import described_job
 from sparsebalance_megatron.run.inputs import Inputs, read_inputs
-from sparsebalance_megatron.text_table import shown_ms, terminal_columns, text_table, wrapped
+from sparsebalance_megatron.text_table import shown_ms, text_table
 from sparsebalance_megatron.view.predictions import predicted
 
 _WEIGHTS_SOURCE = (
@@ -41,9 +42,8 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
     """Check flags and inputs, plan the first steps and the largest validation batch, print; see
     :func:`described_job`."""
     job = described_job(argv, ranks, on_cpu=on_cpu)
-    columns, unchecked = terminal_columns(), [*job.unchecked]
-    for note in job.notes:
-        print(*wrapped(note, columns), sep="\n")
+    unchecked = [*job.unchecked]
+    print_wrapped(job.notes)
     config, settings = job.config, job.settings
     if config.log_dir is not None and (remark := LogDirectory(config.log_dir).check()):
         unchecked.append(remark)
@@ -58,14 +58,11 @@ def plan_and_print(argv: Sequence[str], ranks: int, *, on_cpu: bool) -> None:
     print("\n".join(describe(job.args, inputs, first, unchecked)), flush=True)
 
     def with_flags(flags: str) -> Workload:
-        return described_job([*argv, *flags.split()], ranks, on_cpu=on_cpu).workload(
-            None, "", STEPS
-        )
+        more = described_job([*argv, *flags.split()], ranks, on_cpu=on_cpu)
+        return more.workload(None, "", STEPS)
 
-    comparison, lines = predicted(
-        *(inputs.workload(STEPS), f"of training with seed {settings.seed}", terminal_columns()),
-        with_flags=with_flags,
-    )
+    order = f"of training with seed {settings.seed}"
+    comparison, lines = predicted(inputs.workload(STEPS), order, with_flags=with_flags)
     given = comparison.given.outcome
     assert given is not None
     memory = memory_lines(given.stages, given.stages_at_most, _WEIGHTS_SOURCE)

@@ -12,8 +12,6 @@ from typing import Any
 
 from sparsebalance_megatron.cli.output import print_json
 from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name
-from sparsebalance_megatron.cost.memory import GIBIBYTE
-from sparsebalance_megatron.cost.model import counted_rates
 from sparsebalance_megatron.flags import MODE_FLAG, in_mode, value_of, without_flags
 from sparsebalance_megatron.predict.comparison import (
     EXACT,
@@ -30,7 +28,7 @@ from sparsebalance_megatron.predict.workload import (
     WorkloadError,
     read_lengths,
 )
-from sparsebalance_megatron.text_table import progress_bar, shown_ms, terminal_columns
+from sparsebalance_megatron.text_table import progress_bar, shown_ms
 from sparsebalance_megatron.view.predictions import (
     is_unsure,
     over,
@@ -104,7 +102,8 @@ def run(arguments: Namespace) -> int:
         document, lines = _compared_layouts(job, choices, explain=arguments.explain)
     else:
         comparison, lines = predicted(
-            *(job.workload(), job.order, terminal_columns()),
+            job.workload(),
+            job.order,
             with_flags=lambda flags: job.workload(flags.split()),
             explain=arguments.explain,
         )
@@ -210,13 +209,60 @@ def _compared_layouts(
     job: _Job, choices: Sequence[_Choices], *, explain: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Every combination planned as given, in mode exact and by Megatron: as JSON, and as lines."""
+    rows, dense_rows = list[TableRow](), list[list[str]]()
+    refused: dict[str, str] = {}
+    combinations = _combinations(choices)
+    with progress_bar("flags", len(combinations), "rows") as bar:
+        for names, words in combinations.items():
+            bar.update()
+            try:
+                workload = job.workload(words)
+            except ValueError as error:
+                if not type(error).__module__.startswith("sparsebalance_megatron"):
+                    raise
+                refused[shlex.join(words)] = str(error)
+                continue
+            rows.append(TableRow(names=(*names, GIVEN), words=words, workload=workload))
+            # Flags of sparse attention alone make no other dense row.
+            if _of_way(EXACT, words) not in dense_rows:
+                dense_rows.append(_of_way(EXACT, words))
+                for way in (MEGATRON,) if workload.is_dense else (EXACT, MEGATRON):
+                    own, planned = _of_way(way, words), ROWS[way].of(workload)
+                    rows.append(TableRow(names=(*names, way), words=own, workload=planned))
+    if not rows:
+        raise WorkloadError(f"--vary: no row makes a job: {next(iter(refused.values()))}")
+    found = compare(rows)
+    refused |= {shlex.join(row.words): why for row, why in found.refused}
+    dense = found.dense
+    dense_flags = _of_way(dense.names[-1], [*job.flags, *dense.words])
+    dropped = [word for word in job.flags if word.startswith("--") and word not in dense_flags]
+    without = f" (without {' '.join(dropped)})" if dropped else ""
+    verdict = ["No row fits the memory of the device: raise a size, or lower the token cap."]
+    if found.given.fits:
+        verdict = [
+            *_ranking(found),
+            f"Fastest with dense attention: {shlex.join(dense.words) or _NONE}{without}: "
+            f"{shown_ms(dense.ms)} ms.",
+        ]
+    verdict += [f"Left out: {which or _NONE}: {why}." for which, why in refused.items()]
+    lines = prediction_lines(
+        found,
+        job.order,
+        keys=[*(flag[2:] for flag, _ in choices), ""],
+        meanings={name: ROWS[name].meaning for name in (MEGATRON, EXACT)} if explain else {},
+        verdict=verdict,
+    )
+    flags = {"fastest": [*job.flags, *found.given.words], "fastest_dense": dense_flags}
+    return _json(found) | flags | {"left_out": refused}, lines
+
+
+def _combinations(choices: Sequence[_Choices]) -> dict[tuple[str, ...], list[str]]:
+    """The words of every row by the names of their values."""
     every = itertools.product(*(words for _, words in choices))
     combinations = list(itertools.islice(every, _MOST_ROWS + 1))
     if len(combinations) > _MOST_ROWS:
         raise ConfigError(f"--vary: more than {_MOST_ROWS} rows; give fewer values at a time")
-    rows, refused, dense_rows = [], {}, set()
-    words_of: dict[tuple[str, ...], list[str]] = {}
-    bar = progress_bar("flags", len(combinations), "rows")
+    found = {}
     for chosen in combinations:
         words = list(itertools.chain(*chosen))
         if mode := value_of(MODE_FLAG, words):
@@ -226,93 +272,42 @@ def _compared_layouts(
             "-" if each and each[0] not in words else " ".join(each[1:]) or ("no", "yes")[len(each)]
             for each in chosen
         )
-        if (*names, GIVEN) in words_of:
-            bar.update()
-            continue
-        words_of[*names, GIVEN], words_of[*names, EXACT] = words, in_mode("exact", words)
-        words_of[*names, MEGATRON] = _without_plugin(words)
-        try:
-            workload = job.workload(words)
-        except ValueError as error:
-            if not type(error).__module__.startswith("sparsebalance_megatron"):
-                raise
-            refused[shlex.join(words)] = str(error)
-        else:
-            rows.append(TableRow(names=(*names, GIVEN), workload=workload))
-            dense_words = tuple(words_of[*names, EXACT])
-            # Flags of sparse attention alone make no other row.
-            if dense_words not in dense_rows:
-                others = (MEGATRON,) if workload.is_dense else (EXACT, MEGATRON)
-                rows += [
-                    TableRow(names=(*names, name), workload=ROWS[name].of(workload))
-                    for name in others
-                ]
-                dense_rows.add(dense_words)
-        bar.update()
-    bar.close()
-    if not rows:
-        raise WorkloadError(f"--vary: no row makes a job: {next(iter(refused.values()))}")
-    found = compare(rows)
-    refused |= {shlex.join(words_of[names]): why for names, why in found.refused.items()}
-    fastest, dense = (words_of[row.names] for row in (found.given, found.dense))
-    dense_flags, way = [*job.flags, *dense], found.dense.names[-1]
-    if way == EXACT:
-        dense_flags = in_mode("exact", dense_flags)
-    elif way == MEGATRON:
-        dense_flags = _without_plugin(dense_flags)
-    dropped = [word for word in job.flags if word.startswith("--") and word not in dense_flags]
-    without = f" (without {' '.join(dropped)})" if dropped else ""
-    verdict = ["No row fits the memory of the device: raise a size, or lower the token cap."]
-    if found.given.fits:
-        verdict = [
-            *_ranking(found, words_of),
-            f"Fastest with dense attention: {shlex.join(dense) or _NONE}{without}: "
-            f"{shown_ms(found.dense.ms)} ms.",
-        ]
-    verdict += [f"Left out: {which or _NONE}: {why}." for which, why in refused.items()]
-    lines = prediction_lines(
-        found,
-        job.order,
-        terminal_columns(),
-        keys=[*(flag[2:] for flag, _ in choices), ""],
-        meanings={name: ROWS[name].meaning for name in (MEGATRON, EXACT)} if explain else {},
-        verdict=verdict,
-    )
-    flags = {"fastest": [*job.flags, *fastest], "fastest_dense": dense_flags}
-    return _json(found) | flags | {"left_out": refused}, lines
+        found[names] = words
+    return found
 
 
-def _ranking(found: Comparison, words_of: Mapping[tuple[str, ...], list[str]]) -> list[str]:
+def _ranking(found: Comparison) -> list[str]:
     """The fastest row as given, and which others it may not be faster than."""
     given, dense = found.given, found.dense
     before, name = dense, "the fastest with dense attention"
     if given.workload.is_dense:
         before, name = found.without_plugin, "the fastest row Megatron"
     alike = [
-        shlex.join(words_of[row.names]) or _NONE
+        shlex.join(row.words) or _NONE
         for row in found.rows
         if row is not given and row.names[-1] == GIVEN and is_unsure(ratio_spread(row, given))
     ]
     return [
-        f"Fastest: {shlex.join(words_of[given.names]) or _NONE}: {shown_ms(given.ms)} ms, "
+        f"Fastest: {shlex.join(given.words) or _NONE}: {shown_ms(given.ms)} ms, "
         f"{over(before, given, name)}.",
         *([f"As fast, for all that these steps say: {'; '.join(alike)}."] if alike else []),
     ]
 
 
-def _without_plugin(words: Sequence[str]) -> list[str]:
-    """The words of a command line that Megatron alone takes."""
-    return without_flags(words, lambda flag: flag.startswith(flag_name("enabled")))
+def _of_way(way: str, words: Sequence[str]) -> list[str]:
+    """The words of a command line with which training runs in this way."""
+    if way == MEGATRON:
+        return without_flags(words, lambda flag: flag.startswith(flag_name("enabled")))
+    return in_mode("exact", words) if way == EXACT else [*words]
 
 
 def _json(comparison: Comparison) -> dict[str, Any]:
     workload, reference = comparison.given.workload, comparison.without_plugin
-    rates = counted_rates(workload.cost.device)
     rows: dict[str, dict[str, Any]] = {}
     for row in comparison.rows:
         found = rows[" ".join(row.names)] = {
             "fits": row.fits,
-            "at_most_gib": row.at_most_bytes / GIBIBYTE,
+            "at_most_gib": row.at_most_gib,
         }
         if row.outcome is not None:
             found |= {"speedup": reference.ms / row.ms, **asdict(row.outcome)}
@@ -321,7 +316,7 @@ def _json(comparison: Comparison) -> dict[str, Any]:
         "steps": len(workload.batches),
         "costs": workload.cost.source,
         "device": workload.cost.device,
-        "memory_gib": rates.memory_gib if rates else None,
+        "memory_gib": comparison.given.gpu_gib,
         "given": " ".join(comparison.given.names),
         "dense": " ".join(comparison.dense.names),
         "dense_up_to_tokens": workload.plan_settings.config.dense_up_to_tokens,

@@ -51,9 +51,9 @@ def run(arguments: Namespace) -> int:
     report = make_report(arguments.run_directory, baseline, arguments.step, beside)
     write_text(arguments.output, render_page(report))
     if arguments.json:
-        print_json(as_document(report.numbers, report.beside))
+        print_json(as_document(report.numbers))
         return 0
-    show(report.numbers, report.notes, report.beside)
+    show(report.numbers, report.notes)
     print(
         *report.missing,
         f"iteration {report.iteration} is drawn; written to {arguments.output}",

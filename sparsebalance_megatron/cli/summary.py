@@ -3,7 +3,7 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,7 @@ from sparsebalance_megatron.json_file import refuse_same_file
 from sparsebalance_megatron.log.reader import read_run_log
 from sparsebalance_megatron.text_table import terminal_columns, text_table
 from sparsebalance_megatron.view.report import words
-from sparsebalance_megatron.view.report.numbers import (
-    Beside,
-    Comparison,
-    RunSummary,
-    compare,
-    compare_beside,
-)
+from sparsebalance_megatron.view.report.numbers import Numbers, numbers_of
 from sparsebalance_megatron.view.report.run_report import picture_of_both
 
 _NOTES_SHOWN = 8
@@ -71,10 +65,8 @@ def run(arguments: Namespace) -> int:
             written, arguments.baseline, arguments.run_directory, *arguments.beside
         )
     baseline, balanced = read_run_log(arguments.baseline), read_run_log(arguments.run_directory)
-    comparison = compare(baseline, balanced)
-    beside = compare_beside(baseline, balanced, arguments.beside)
-    found = as_document(comparison, beside)
-    text = json.dumps(found, indent=2) + "\n"
+    numbers = numbers_of(balanced, baseline, arguments.beside)
+    text = json.dumps(as_document(numbers), indent=2) + "\n"
     written = []
     if arguments.output is not None:
         write_text(arguments.output, text)
@@ -87,37 +79,28 @@ def run(arguments: Namespace) -> int:
         print(text, end="")
         return 0
     print_wrapped(words.descriptions({"baseline": baseline, "run": balanced}))
-    others = [each.run_over for each in beside.values()]
-    problems = dict.fromkeys(problem for each in (comparison, *others) for problem in each.problems)
-    show(comparison, list(problems), beside, every=arguments.all)
+    show(numbers, numbers.problems, every=arguments.all)
     print(*written, sep="\n", end="\n" if written else "")
     return 0
 
 
-def as_document(numbers: RunSummary | Comparison, beside: Mapping[str, Beside]) -> dict[str, Any]:
+def as_document(numbers: Numbers) -> dict[str, Any]:
     """Numbers as JSON has them."""
-    found = asdict(numbers)
-    if beside:
+    found = asdict(numbers.comparison or numbers.run)
+    if numbers.beside:
         found["beside"] = {
             name: asdict(each.run_over) | {"speedup_over_baseline": each.over_baseline.speedup}
-            for name, each in beside.items()
+            for name, each in numbers.beside.items()
         }
     return found
 
 
-def show(
-    numbers: RunSummary | Comparison,
-    notes: Sequence[str],
-    beside: Mapping[str, Beside],
-    *,
-    every: bool = False,
-) -> None:
+def show(numbers: Numbers, notes: Sequence[str], *, every: bool = False) -> None:
     """Print the headline, what it consists of, the table, and what was wrong with the logs."""
-    explained = [*words.changes(numbers, beside), *words.caveats(numbers)]
-    print_wrapped([words.headline(numbers), *explained])
-    rows = words.numbers_table(numbers, beside, every=every)
+    print_wrapped([words.headline(numbers), *words.changes(numbers), *words.caveats(numbers)])
+    rows = words.numbers_table(numbers, every=every)
     print(*text_table(rows, columns=terminal_columns()), sep="\n")
-    print_wrapped(words.settings_that_differ(numbers, beside))
+    print_wrapped(words.settings_that_differ(numbers))
     shown, left_out = notes[:_NOTES_SHOWN], len(notes) - _NOTES_SHOWN
     shown = [*shown, f"{left_out} more like these"] if left_out > 0 else shown
     print(*(f"note: {note}\n" for note in shown), sep="", end="")

@@ -242,11 +242,13 @@ class LogWriter:
         # A line that was cut off gets an end, of one byte.
         if before + 1 > self._room_bytes:
             self._set_aside()
-        cut = b"\n" if _ends_cut_off(self._path) else b""
+        file = self._file = FileIO(self._path, "a+")
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            file.write(b"" if file.read(1) == b"\n" else b"\n")
         header = structs.replace(self._header, lines_discarded=self._discarded or UNSET)
-        self._file = FileIO(self._path, "a")
-        _write_whole(self._file, cut + encode(header))
-        return self._file
+        _write_whole(file, encode(header))
+        return file
 
     def _set_aside(self) -> None:
         """Make the file the older one, in whose place."""
@@ -257,7 +259,8 @@ class LogWriter:
 
     def _close_file(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
             self._file = None
 
     def _warn(self, reason: str) -> None:
@@ -279,13 +282,6 @@ def _discarded_before(path: Path) -> int:
     with suppress(UnreadableFileError, OSError, DamagedLineError), open_regular(path) as stream:
         return decode(stream.readline(_READ_BYTES), LINE_START).lines_discarded
     return 0
-
-
-def _ends_cut_off(path: Path) -> bool:
-    with suppress(UnreadableFileError, OSError), open_regular(path) as stream:
-        stream.seek(-1, os.SEEK_END)
-        return stream.read() != b"\n"
-    return False
 
 
 def _lines_in(path: Path) -> int:

@@ -16,7 +16,6 @@ import msgspec
 
 from sparsebalance_megatron.json_file import (
     MAX_BYTES,
-    NoSuchFileError,
     UnreadableFileError,
     bounded_lines,
     open_regular,
@@ -149,13 +148,9 @@ def read_run_log(directory: str | Path, *, last_bytes: int | None = None) -> Run
                         steps.pop()
                         repeated += 1
                     steps.append(record)
-    except NoSuchFileError:
-        raise RunLogError(
-            f"{path}: not there; name the folder that --sparse-balance-log-dir named in training"
-        ) from None
     except (UnreadableFileError, OSError) as error:
         raise RunLogError(
-            f"{path}: {error}; give a directory that --sparse-balance-log-dir named"
+            f"{path}: {error}; name a folder that --sparse-balance-log-dir named in training"
         ) from error
     if not steps:
         raise RunLogError(

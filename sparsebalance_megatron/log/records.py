@@ -3,8 +3,7 @@
 
 A log is a file of JSON lines. NaN and infinity are written as null: not measured.
 
-Shape legend: U length buckets, K budgets of the grid, 2 forward and backward, O rows of
-observations.
+Shape legend: 2 forward and backward, O rows of observations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from sparsebalance_megatron.learn.measurement import (
 )
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.job import Job
-from sparsebalance_megatron.plan.step_plan import Expectation, MicroBatchPlan
+from sparsebalance_megatron.plan.step_plan import Expectation
 
 LARGEST_COUNT = 2**40
 Count = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
@@ -66,7 +65,7 @@ class Record(Struct, frozen=True, kw_only=True, tag_field="type"):
 class Header(Record, frozen=True, kw_only=True):
     """First line of a file; ``lines_discarded`` older ones are gone."""
 
-    log_format: Literal[2]
+    log_format: Literal[2] = LOG_FORMAT
     lines_discarded: Count | UnsetType = UNSET
 
 
@@ -149,14 +148,9 @@ class StepRecord(Record, frozen=True, kw_only=True, tag="step"):
                 raise ValueError(f"{name} must be 0 to {LONGEST_MS:g}")
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """R, P, V and M."""
-        return self.measured.times_2RPVM.shape[1:]
-
-    @property
     def places(self) -> tuple[Place, ...]:
-        ranks, stages = self.shape[:2]
-        return tuple((rank, stage) for rank in range(ranks) for stage in range(stages))
+        ranks, stages = self.measured.times_2RPVM.shape[1:3]
+        return tuple(np.ndindex(ranks, stages))
 
     @property
     def complete(self) -> bool:
@@ -179,24 +173,18 @@ class RankHeader(Header, frozen=True, kw_only=True, tag="rank"):
         return self.data_parallel_rank, self.pipeline_rank
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankMicroBatch(MicroBatchPlan):
-    """A micro-batch as one rank ran it, with the budgets of that rank's layers.
-
-    ``samples``: their numbers in the data. ``coverage``: of each, the mean over the rank's layers;
-    None on all ranks that share it but the first, and where a rank has no layers.
-    """
-
-    coverage: tuple[Number, ...] | None
-
-
 class RankStep(Record, frozen=True, kw_only=True, tag="step"):
-    """One step of one rank; ``spans``: what was measured, in ms since ``start_unix_s``."""
+    """One step of one rank; ``spans``: what was measured, in ms since ``start_unix_s``.
+
+    ``micro_batches``: fields of :class:`.MicroBatchPlan` with the budgets of this rank's layers.
+    Their ``samples`` are numbers in the data, ``coverage`` is of each the mean over the rank's
+    layers; None on all ranks that share it but the first, and where a rank has no layers.
+    """
 
     iteration: Count
     start_unix_s: Number = field(name="schedule_start_unix_s")
     schedule_ms: Milliseconds
-    micro_batches: tuple[RankMicroBatch, ...]
+    micro_batches: tuple[dict[str, Any], ...]
     spans: tuple[Span, ...]
 
     def __post_init__(self) -> None:
@@ -300,7 +288,6 @@ def rank_header(place: RankPlace, job: Job, host: str) -> RankHeader:
     ranks = ("world_rank", "data_parallel_rank", "pipeline_rank", "tensor_parallel_rank")
     return RankHeader(
         **{name: getattr(place, name) for name in ranks},
-        log_format=LOG_FORMAT,
         chunk_layers=job.stage_layers[place.pipeline_rank],
         host=host,
     )
@@ -310,15 +297,13 @@ def rank_step(step: FinishedStep, place: RankPlace, job: Job) -> RankStep:
     planned, times = step.planned, step.times
     layers = [layer for chunk in job.stage_layers[place.pipeline_rank] for layer in chunk]
     observed: dict[int, list[np.ndarray]] = {}
-    first = 0
-    for piece in step.pieces:
-        rows = step.executed_O[first : first + piece.samples]
+    ends = np.cumsum([piece.samples for piece in step.pieces], dtype=np.int64)
+    for piece, rows in zip(step.pieces, np.split(step.executed_O, ends), strict=False):
         observed.setdefault(piece.position, []).append(rows)
-        first += piece.samples
     micro_batches = []
     for plan in planned.plan.for_rank(place.data_parallel_rank).micro_batches:
-        of_layers, coverage = observed.get(plan.position), None
-        if of_layers is not None:
+        coverage = None
+        if of_layers := observed.get(plan.position):
             coverage = tuple(np.mean(of_layers, axis=0).round(_COVERAGE_DIGITS).tolist())
         own = {
             "samples": tuple(planned.samples[list(plan.samples)].tolist()),
@@ -326,7 +311,7 @@ def rank_step(step: FinishedStep, place: RankPlace, job: Job) -> RankStep:
             "dense_documents_L": plan.dense_documents_L[layers],
             "coverage": coverage,
         }
-        micro_batches.append(RankMicroBatch(**vars(plan) | own))
+        micro_batches.append(vars(plan) | own)
     return RankStep(
         iteration=step.iteration,
         start_unix_s=times.start_unix_s,

@@ -78,11 +78,10 @@ class Row(NamedTuple):
         config = replace(given.config, **changes)
         settings = replace(given, config=config, max_cp_size=max_cp_size)
         planned = replace(workload, plan_settings=settings, placed_by=self.placed_by)
-        if cost.exchange.heads_within > 1:
-            # Beyond a node, too, where the model's own attention stays for that.
-            beyond = replace(cost, exchange=replace(cost.exchange, heads_within=ranks))
-            if _leaves_attention(replace(planned, cost=beyond)):
-                cost = beyond
+        beyond = replace(cost, exchange=replace(cost.exchange, heads_within=ranks))
+        if cost.exchange.heads_within > 1 and _leaves_attention(replace(planned, cost=beyond)):
+            # Heads travel beyond a node, too, where the model's own attention stays for that.
+            cost = beyond
         if self.of_megatron or _leaves_attention(replace(planned, cost=cost)):
             cost = cost.with_model_attention
         if self.of_megatron:
@@ -109,13 +108,9 @@ class Row(NamedTuple):
 
 
 def _leaves_attention(planned: Workload) -> bool:
-    """Whether mode exact leaves attention to the model: heads travel, and nothing is cut."""
-    settings = planned.plan_settings
-    return (
-        settings.config.layer_budgets == MODES["exact"]["layer_budgets"]
-        and settings.config.max_segments == 1
-        and planned.cost.exchange.heads_serve(settings.max_cp_size)
-    )
+    """Whether attention is left to the model: heads travel, and nothing is cut."""
+    settings, exchange = planned.plan_settings, planned.cost.exchange
+    return settings.config.leaves_attention and exchange.heads_serve(settings.max_cp_size)
 
 
 MEGATRON, DYNAMIC, SORTED = "Megatron", "dynamic cp", "sorted"
@@ -182,26 +177,28 @@ def given_row(workload: Workload, rows: Mapping[str, Row]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One way to plan, or one layout, by its names; without an outcome where it was not planned."""
+    """One way to plan, or one layout, by its names; without an outcome where it was not planned.
+    ``words``: of a command line, that make it differ from other rows."""
 
     names: tuple[str, ...]
+    words: Sequence[str] = ()
     workload: Workload
     outcome: Outcome | None = None
 
     @cached_property
-    def at_most_bytes(self) -> float:
+    def at_most_gib(self) -> float:
         """Memory of the fullest stage, with every micro-batch at the token cap."""
-        return max(stage.total_bytes for stage in memory_at_most(self.workload))
+        return max(stage.total_bytes for stage in memory_at_most(self.workload)) / GIBIBYTE
 
     @property
-    def gpu_bytes(self) -> float:
-        """Memory of the device whose times these are; infinite where unknown."""
+    def gpu_gib(self) -> float | None:
+        """Memory of the device whose times these are; None where unknown."""
         rates = counted_rates(self.workload.cost.device)
-        return GIBIBYTE * (rates.memory_gib if rates else math.inf)
+        return rates.memory_gib if rates else None
 
     @property
     def fits(self) -> bool:
-        return self.at_most_bytes <= self.gpu_bytes
+        return self.gpu_gib is None or self.at_most_gib <= self.gpu_gib
 
     @property
     def ms(self) -> float:
@@ -210,7 +207,7 @@ class TableRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Rows of a table; ``refused``: names of rows that cannot be planned, and why.
+    """Rows of a table; ``refused``: rows that cannot be planned, and why.
 
     ``given``: what the flags train; of layouts, the fastest that is not Megatron's and not dense,
     if any is.
@@ -218,7 +215,7 @@ class Comparison:
 
     rows: tuple[TableRow, ...]
     given: TableRow
-    refused: Mapping[tuple[str, ...], str]
+    refused: Sequence[tuple[TableRow, str]]
 
     @property
     def dense(self) -> TableRow:
@@ -242,25 +239,24 @@ def compare(rows: Sequence[TableRow], given: tuple[str, ...] | None = None) -> C
     """
     fitting = [row for row in rows if given or row.fits]
     planned = fitting or rows
-    found: list[TableRow] = []
-    refused = {}
+    found, refused = list[TableRow](), list[tuple[TableRow, str]]()
     with progress_bar("plan", sum(len(row.workload.batches) for row in planned), "steps") as bar:
         for row in planned:
             try:
                 found.append(replace(row, outcome=predict(row.workload, watch=bar.update)))
             except PlanError as error:
-                refused[row.names] = str(error)
-    if given in refused:
-        raise PlanError(refused[given])
+                if row.names == given:
+                    raise
+                refused.append((row, str(error)))
     if not any(row.workload.is_dense for row in found):
-        raise PlanError(next(iter(refused.values())))
+        raise PlanError(refused[0][1])
     if given is None:
         found.sort(key=lambda row: row.ms)
         own = [row for row in found if row.names[-1] != MEGATRON] or found
         sparse = [row for row in own if not row.workload.is_dense]
         given = (sparse or own)[0].names
         others = [row for row in rows if fitting and not row.fits]
-        found += sorted(others, key=lambda row: row.at_most_bytes)
+        found += sorted(others, key=lambda row: row.at_most_gib)
     chosen = next(row for row in found if row.names == given)
     return Comparison(rows=tuple(found), given=chosen, refused=refused)
 

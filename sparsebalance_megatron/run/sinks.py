@@ -20,7 +20,6 @@ from sparsebalance_megatron.log.files import (
     step_log_path,
 )
 from sparsebalance_megatron.log.records import (
-    LOG_FORMAT,
     FinishedStep,
     RunHeader,
     StepRecord,
@@ -108,7 +107,6 @@ class StepSinks:
 def run_header(inputs: Inputs, device: torch.device, world_size: int) -> RunHeader:
     """The first line of the step log."""
     return RunHeader(
-        log_format=LOG_FORMAT,
         config=asdict(inputs.config),
         cost_source=inputs.cost.source,
         job=replace(inputs.job, order=None),

@@ -22,7 +22,7 @@ from sparsebalance_megatron.predict.comparison import (
 )
 from sparsebalance_megatron.predict.outcome import Outcome, unhideable_steps
 from sparsebalance_megatron.predict.workload import Workload
-from sparsebalance_megatron.text_table import shown_ms, text_table, wrapped
+from sparsebalance_megatron.text_table import shown_ms, terminal_columns, text_table, wrapped
 from sparsebalance_megatron.view.report.numbers import ratio_interval
 
 _HIDDEN = 0.5
@@ -44,7 +44,6 @@ _COLUMNS = {
 def predicted(
     workload: Workload,
     order: str,
-    columns: int,
     *,
     with_flags: Callable[[str], Workload],
     explain: bool = False,
@@ -57,7 +56,7 @@ def predicted(
     given = given_row(workload, ways)
     rows = [TableRow(names=(name,), workload=way.of(workload)) for name, way in ways.items()]
     found = compare(rows, (given,))
-    verdict = [f"{name}: left out, {why}." for (name,), why in found.refused.items()]
+    verdict = [f"{row.names[0]}: left out, {why}." for row, why in found.refused]
     best = found.dense.names[0]
     if given != best:
         train = "These flags" if given == GIVEN else f"These flags train as {given}"
@@ -74,13 +73,12 @@ def predicted(
         for (name, way), row in zip(ways.items(), rows, strict=True)
         if explain
     }
-    return found, prediction_lines(found, order, columns, meanings=meanings, verdict=verdict)
+    return found, prediction_lines(found, order, meanings=meanings, verdict=verdict)
 
 
 def prediction_lines(
     comparison: Comparison,
     order: str,
-    columns: int,
     *,
     keys: Sequence[str] = ("",),
     meanings: Mapping[str, str],
@@ -91,7 +89,7 @@ def prediction_lines(
 
     ``keys`` are the headings of the names of rows, ``verdict`` the first sentences below the table.
     """
-    given = comparison.given
+    given, columns = comparison.given, terminal_columns()
     steps, samples = len(given.workload.batches), len(given.workload.batches[0])
     header = (
         f"{given.workload.gpus} GPUs, {steps} step{'s' if steps != 1 else ''} of {samples} "
@@ -118,14 +116,18 @@ def prediction_lines(
     ]
     if not meanings:
         legend = ["`sparse-balance plan --explain` says what rows and columns are."]
+
+    def lines(texts: Sequence[str]) -> list[str]:
+        return [line for text in texts for line in wrapped(text, columns)]
+
     return [
-        *_wrapped([header, _rates(given.workload)], columns),
+        *lines([header, _rates(given.workload)]),
         "",
         *text_table(rows, columns=columns, keys=len(keys)),
         "",
-        *_wrapped(sentences, columns),
+        *lines(sentences),
         *([""] if meanings else []),
-        *_wrapped(legend, columns),
+        *lines(legend),
     ]
 
 
@@ -194,7 +196,7 @@ def _cells(row: TableRow, reference: TableRow, step: str, *, has_coverage: bool)
         }
     if not has_coverage:
         del cells["cover-\nage"]
-    return cells | {"GiB at\nmost": f"{row.at_most_bytes / GIBIBYTE:,.1f}{'' if row.fits else '*'}"}
+    return cells | {"GiB at\nmost": f"{row.at_most_gib:,.1f}{'' if row.fits else '*'}"}
 
 
 def _short(workload: Workload) -> str:
@@ -202,14 +204,15 @@ def _short(workload: Workload) -> str:
 
 
 def _memory(row: TableRow, outcome: Outcome) -> str:
-    held, memory = max(stage.total_bytes for stage in outcome.stages), row.workload.memory
-    gpu = f"{row.gpu_bytes / GIBIBYTE:g} GiB of the {_short(row.workload)}"
+    held_gib = max(stage.total_bytes for stage in outcome.stages) / GIBIBYTE
+    memory, gpu_gib = row.workload.memory, row.gpu_gib
     text = (
-        f"Memory: {held / GIBIBYTE:,.1f} GiB of the fullest GPU in these steps, at most "
-        f"{row.at_most_bytes / GIBIBYTE:,.1f} with every micro-batch at the token cap (counted)"
+        f"Memory: {held_gib:,.1f} GiB of the fullest GPU in these steps, at most "
+        f"{row.at_most_gib:,.1f} with every micro-batch at the token cap (counted)"
     )
-    if row.gpu_bytes == float("inf"):
+    if gpu_gib is None:
         return f"{text}."
+    gpu = f"{gpu_gib:g} GiB of the {_short(row.workload)}"
     if row.fits:
         return f"{text}: fits the {gpu}; leave a tenth free."
     remedies = {
@@ -220,7 +223,7 @@ def _memory(row: TableRow, outcome: Outcome) -> str:
     unused = [flag for flag, is_used in remedies.items() if not is_used]
     use = f", use {' or '.join(unused)}" if unused else ""
     return (
-        f"{text}: {'does' if held > row.gpu_bytes else 'may'} not fit the {gpu}. Raise "
+        f"{text}: {'does' if held_gib > gpu_gib else 'may'} not fit the {gpu}. Raise "
         "--tensor-model-parallel-size, --pipeline-model-parallel-size, --context-parallel-size "
         f"or --expert-model-parallel-size{use}, or lower "
         "--sparse-balance-max-tokens-per-micro-batch."
@@ -268,7 +271,3 @@ def _remarks(workload: Workload) -> Iterator[str]:
         )
     if memory.sharded_parameters:
         yield "Sharded parameters: gathering them takes no time here."
-
-
-def _wrapped(sentences: Sequence[str], columns: int) -> list[str]:
-    return [line for sentence in sentences for line in wrapped(sentence, columns)]

@@ -80,7 +80,7 @@ FROM, PROFILE = "convert from-hf {folder}", "profile -o {folder}"
 BAD_COMMANDS: dict[str, tuple[str, ...]] = {
     "a run to watch that is not there": (
         "watch {folder}/nowhere --once",
-        "not there; name",
+        "No such file",
     ),
     "a prefix that names a folder": (f"{PREPARE_INTO}{{folder}}/", "--output-prefix"),
     "flags after dashes where there are none": (f"{SUMMARY} -- --lr 1", "--lr 1"),

@@ -71,13 +71,8 @@ def table_rows(output: str) -> list[str]:
 def test_a_table_of_another_device_and_ranks_of_a_group_are_named(
     documents: Path, tmp_path: Path
 ) -> None:
-    identity = RunIdentity(
-        device="NVIDIA H200",
-        dtype="float32",
-        block_size=16,
-        selection=DEFAULT_SELECTION,
-        shape=SHAPE,
-    )
+    of = {"dtype": "float32", "block_size": 16, "selection": DEFAULT_SELECTION, "shape": SHAPE}
+    identity = RunIdentity(device="NVIDIA H200", **of)
     model, table = CostModel.analytic(SHAPE, block_size=16), tmp_path / "table.json"
     # As much slower as no measurement of less than a clock's resolution shows.
     lengths = [[16], [64], [200], [256]]

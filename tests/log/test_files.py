@@ -30,7 +30,7 @@ class Line(Record, tag="line", omit_defaults=True):
     text: str = ""
 
 
-HEADER = FirstLine(log_format=LOG_FORMAT)
+HEADER = FirstLine()
 WRITTEN_HEADER = {"type": "run", "log_format": LOG_FORMAT, "number": -1}
 
 
@@ -126,7 +126,7 @@ class Line(Record):
     text: str
 
 logging.basicConfig(format="WARNED %(message)s")
-log = LogWriter(sys.argv[1], Header(log_format=2))
+log = LogWriter(sys.argv[1], Header())
 
 def append(number, text="x" * 2000):
     log.append(lambda: Line(number=number, text=text))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from record_cases import (
     HEADER,
     PREDICTED,
     rank_header,
-    rank_micro_batch,
     rank_step,
 )
 from record_cases import step_line as record
@@ -112,12 +110,6 @@ def test_logs_of_another_format_are_named_and_what_follows_is_read(tmp_path: Pat
 
 RANK_HEADER = json.loads(encode(rank_header()))
 RANK_STEP = rank_step(
-    rank_micro_batch(
-        samples=(7, 8),
-        lengths_tokens=(100, 20),
-        budgets_LS=np.array([[4, 1], [3, 1], [2, 1]]),
-        coverage=(0.5, None),
-    ),
     spans=(Span("forward", 0, 0, 0.0, 1.0), Span("backward", 1, 0, 1.5, 2.5)),
     start_unix_s=1e9,
 )
@@ -134,11 +126,11 @@ def write_rank(directory: Path, *lines: Any, name: str = "rank-00000.jsonl") -> 
 
 
 def test_the_first_tensor_parallel_rank_speaks_for_all(tmp_path: Path) -> None:
-    run = SampleRun(ranks=2, stages=1, tensor_parallel=2, micro_batches=2, layers=2, steps=2)
-    logs = read_rank_logs(run.write(tmp_path), 2)
-    assert len(list((tmp_path / "ranks").iterdir())) == 4
-    assert {header.world_rank for header in logs.headers.values()} == {0, 2}
-    assert {place: step.iteration for place, step in logs.steps.items()} == {(0, 0): 2, (1, 0): 2}
+    write_rank(tmp_path, RANK_HEADER, rank_record(1))
+    second = RANK_HEADER | {"world_rank": 1, "tensor_parallel_rank": 1}
+    write_rank(tmp_path, second, rank_record(1), name="rank-00001.jsonl")
+    logs = read_rank_logs(tmp_path, 1)
+    assert [header.world_rank for header in logs.headers.values()] == [0]
 
 
 def test_of_a_step_that_a_rank_repeats_the_last_line_counts(tmp_path: Path) -> None:
@@ -147,25 +139,19 @@ def test_of_a_step_that_a_rank_repeats_the_last_line_counts(tmp_path: Path) -> N
     assert read_rank_logs(tmp_path, 2).steps[0, 0].start_unix_s == 2e9
 
 
-MICRO_BATCH = rank_record(1)["micro_batches"][0]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"spans": [["sideways", 0, 0, 0.0, 1.0]]}, "spans holds"),
         ({"spans": [["forward", 0, 0, 2.0, 1.0]]}, "spans holds"),
-        ({"lengths_tokens": [100, None]}, "micro_batches[0].lengths_tokens[1] None"),
-        ({"budgets_LS": [[4, 1], [3], [2, 1]]}, "budgets_LS: must be an array"),
-        ({"coverage": [0.5, "x"]}, "coverage[1] 'x'"),
+        ({"spans": [["forward", 0, 0, None, 1.0]]}, "spans[0][3] None"),
+        ({"schedule_ms": "x"}, "schedule_ms 'x'"),
     ],
 )
 def test_a_damaged_step_is_named_and_the_rest_kept(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    of_the_step = change if "spans" in change else {"micro_batches": [MICRO_BATCH | change]}
-    bad = rank_record(2, **of_the_step)
-    write_rank(tmp_path, RANK_HEADER, rank_record(1), bad, rank_record(3))
+    write_rank(tmp_path, RANK_HEADER, rank_record(1), rank_record(2, **change), rank_record(3))
     assert read_rank_logs(tmp_path, 3).steps[0, 0].iteration == 3
     logs = read_rank_logs(tmp_path, 2)
     assert not logs.steps

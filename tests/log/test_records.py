@@ -53,21 +53,11 @@ def test_a_record_holds_what_the_run_knew() -> None:
     step = back(step_record(finished), STEP_LOG)
     assert (step.iteration, step.iteration_ms, step.lm_loss) == (7, 10.5, 2.25)
     assert (step.tokens, step.padded_tokens, step.complete) == (sum(LENGTHS_TOKENS), 3, True)
-    for ours, theirs in (
-        (step.predicted, planned.plan.expectation),
-        (step.measured, measured),
-        (step.figures, finished.figures),
-    ):
+    expected = (planned.plan.expectation, measured, finished.figures)
+    for ours, theirs in zip((step.predicted, step.measured, step.figures), expected, strict=True):
         for each in fields(ours):
-            found, expected = (getattr(of, each.name) for of in (ours, theirs))
-            np.testing.assert_array_equal(
-                np.array(found, float), np.array(expected, float), err_msg=each.name
-            )
-    figures = step.figures
-    assert figures.coverage == pytest.approx(0.45)
-    assert figures.imbalance == pytest.approx(figures.imbalance_predicted)
-    assert figures.computing_ms_measured == pytest.approx(own_2RPVM.sum(axis=(0, 3, 4)).mean())
-    assert step.shape == planned.plan.expectation.times_2RPVM.shape[1:]
+            found, known = (np.array(getattr(of, each.name), float) for of in (ours, theirs))
+            np.testing.assert_array_equal(found, known, err_msg=each.name)
     assert step.places == ((0, 0), (0, 1), (1, 0), (1, 1))
     np.testing.assert_allclose(step.measured.own_2RPVM, own_2RPVM)
     assert (step.segments_RM == 1).all()
@@ -120,7 +110,7 @@ def test_a_rank_says_what_it_ran_when_and_with_which_coverage() -> None:
 
 def test_a_rank_without_layers_has_no_coverage() -> None:
     step = back(rank_step(finished_step(planned_step()), PLACE, JOB), RANK_LOG)
-    assert [micro_batch.coverage for micro_batch in step.micro_batches] == [None, None]
+    assert [micro_batch["coverage"] for micro_batch in step.micro_batches] == [None, None]
     assert (step.start_unix_s, step.schedule_ms, step.spans) == (None, None, ())
 
 
@@ -131,8 +121,5 @@ def test_who_shared_a_micro_batch_comes_back() -> None:
     shared = replace(planned, plan=replace(planned.plan, micro_batches=micro_batches))
     finished = replace(finished_step(planned), planned=shared)
     assert back(step_record(finished), STEP_LOG).cp_sizes_RM.tolist() == [[2, 1], [2, 1]]
-    alone = back(step_record(finished_step(planned)), STEP_LOG)
-    assert alone.cp_sizes_RM.tolist() == [[1, 1], [1, 1]]
     read = back(rank_step(finished, PLACE, JOB), RANK_LOG).micro_batches
-    assert [(each.cp_size, each.rank) for each in read] == [(2, 0), (1, 1)]
-    assert read[0].lengths_tokens == first[0].lengths_tokens
+    assert [(each["cp_size"], each["rank"]) for each in read] == [(2, 0), (1, 1)]

@@ -5,15 +5,12 @@ import json
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 from step_cases import JOB
 
 from sparsebalance_megatron.learn.measurement import Span, StepFigures
 from sparsebalance_megatron.log.records import (
-    LOG_FORMAT,
     STEP_LOG,
     RankHeader,
-    RankMicroBatch,
     RankStep,
     RunHeader,
     StepRecord,
@@ -23,30 +20,16 @@ from sparsebalance_megatron.log.records import (
 from sparsebalance_megatron.plan.job import Job
 
 
-def rank_header(**changes: Any) -> RankHeader:
+def rank_header() -> RankHeader:
     """The first rank of all, with one layer."""
     ranks = ("world_rank", "data_parallel_rank", "pipeline_rank", "tensor_parallel_rank")
-    values = {**dict.fromkeys(ranks, 0), "chunk_layers": ((0,),), "host": "here"}
-    return RankHeader(**(values | {"log_format": LOG_FORMAT} | changes))
+    return RankHeader(**dict.fromkeys(ranks, 0), chunk_layers=((0,),), host="here")
 
 
-def rank_micro_batch(**changes: Any) -> RankMicroBatch:
-    """A short sample that one rank has alone, at a budget of one block."""
-    values = {"rank": 0, "position": 0, "cp_size": 1, "lengths_tokens": (8,), "samples": (0,)}
-    unknown = {"budgets_LS": np.ones((1, 1), int), "coverage": None}
-    return RankMicroBatch(**(values | unknown | changes))
-
-
-def rank_step(
-    *micro_batches: RankMicroBatch, spans: tuple[Span, ...] = (), start_unix_s: float | None = None
-) -> RankStep:
+def rank_step(spans: tuple[Span, ...] = (), start_unix_s: float | None = None) -> RankStep:
     """The first step."""
     return RankStep(
-        iteration=1,
-        start_unix_s=start_unix_s,
-        schedule_ms=None,
-        micro_batches=micro_batches,
-        spans=spans,
+        iteration=1, start_unix_s=start_unix_s, schedule_ms=None, micro_batches=(), spans=spans
     )
 
 
@@ -106,7 +89,6 @@ def step_record(iteration: int, /, **changes: Any) -> StepRecord:
 def header_of(job: Job) -> RunHeader:
     """The header of a job."""
     return RunHeader(
-        log_format=LOG_FORMAT,
         config={"batching": "latency"},
         cost_source="counted",
         job=job,

@@ -2,7 +2,7 @@
 """One run in numbers, or two runs of the same samples, and why one is faster."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -126,19 +126,54 @@ class Beside(NamedTuple):
     run_over: Comparison
 
 
-def compare_beside(baseline: RunLog, run: RunLog, directories: Sequence[Path]) -> dict[str, Beside]:
-    """Other runs by the names of their directories, whole where two are alike."""
-    names = [directory.name for directory in directories]
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """A run in numbers, over a baseline if there is one, and beside others by their names."""
+
+    run: RunSummary
+    comparison: Comparison | None = None
+    beside: Mapping[str, Beside] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> dict[str, RunSummary]:
+        """All runs by their names, in the order of columns."""
+        runs = {"baseline": self.comparison.baseline} if self.comparison else {}
+        return (
+            runs
+            | {name: of.run_over.baseline for name, of in self.beside.items()}
+            | {"run": self.run}
+        )
+
+    @property
+    def comparisons(self) -> dict[str, Comparison]:
+        """The run over each of the others."""
+        over = {"the baseline": self.comparison} if self.comparison else {}
+        return over | {name: each.run_over for name, each in self.beside.items()}
+
+    @property
+    def problems(self) -> list[str]:
+        """What the logs lack, each once; of a run alone its log has them."""
+        every = [problem for each in self.comparisons.values() for problem in each.problems]
+        return list(dict.fromkeys(every))
+
+
+def numbers_of(run: RunLog, baseline: RunLog | None, beside: Sequence[Path] = ()) -> Numbers:
+    """A run in numbers; others ``beside`` it by the names of their directories, whole where two are
+    alike."""
+    if baseline is None:
+        return Numbers(run=summarize(run.steps, run.header))
+    names = [directory.name for directory in beside]
     found = {}
-    for name, directory in zip(names, directories, strict=True):
+    for name, directory in zip(names, beside, strict=True):
         log = read_run_log(directory)
         config = log.header.config if log.header else {}
         kind, is_placed = None, config.get("batching") == "makespan"
         if is_placed and config.get("tuning") == "off":
             kind = "placement" if is_dense(config) else "attention"
-        beside = Beside(kind, compare(baseline, log), compare(log, run))
-        found[name if names.count(name) == 1 else str(directory)] = beside
-    return found
+        other = Beside(kind, compare(baseline, log), compare(log, run))
+        found[name if names.count(name) == 1 else str(directory)] = other
+    comparison = compare(baseline, run)
+    return Numbers(run=comparison.sparse_balance, comparison=comparison, beside=found)
 
 
 def is_dense(config: Mapping[str, Any]) -> bool:

@@ -10,21 +10,18 @@ import numpy as np
 from sparsebalance_megatron.log.reader import RankLogs, RunLog, read_rank_logs, read_run_log
 from sparsebalance_megatron.view.report import words
 from sparsebalance_megatron.view.report.numbers import (
-    Beside,
-    Comparison,
-    RunSummary,
-    compare,
-    compare_beside,
+    Numbers,
+    numbers_of,
     paired,
     settled,
-    summarize,
     time_parts,
 )
-from sparsebalance_megatron.view.report.pictures import history_picture, step_picture
-from sparsebalance_megatron.view.report.timeline import (
+from sparsebalance_megatron.view.report.pictures import (
     Timeline,
+    history_picture,
     measured_timeline,
     named_places,
+    step_picture,
 )
 
 
@@ -55,35 +52,39 @@ def choose_iteration(log: RunLog, baseline: RunLog | None, asked: int | None) ->
             )
         return asked
     pairs = paired(log, baseline) if baseline else [(step, step) for step in settled(log.steps)]
-    whole = [pair for pair in pairs or [(each, each) for each in log.steps] if pair[1].complete]
+    pairs = pairs or [(step, step) for step in log.steps]
     # [side][step][part]: the time of the step, and of it waiting.
-    parts = np.array([time_parts([pair[side] for pair in whole]) for side in (0, 1)])
+    parts = np.array([time_parts([pair[side] for pair in pairs]) for side in (0, 1)])
     values = np.stack([parts.sum(axis=2), parts[..., 1]])
     measured = np.isfinite(values).all(axis=(0, 1))
     if not measured.any():
-        return (whole[-1][1] if whole else log.steps[-1]).iteration
+        return log.steps[-1].iteration
     off = np.abs(values - np.median(values[..., measured], axis=2, keepdims=True))
     nearest = np.where(measured, off.sum(axis=(0, 1)), np.inf).argmin()
-    return whole[int(nearest)][1].iteration
+    return pairs[int(nearest)][1].iteration
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Contents of a page.
 
-    ``remarks``: on times and devices. ``timelines``: of the step that is drawn. ``missing``: what
-    cannot be, and why. ``notes``: what the logs lack.
+    ``remarks``: on times and devices. ``timelines``: of the step that is drawn. ``notes``: what the
+    logs lack.
     """
 
     title: str
     logs: Mapping[str, RunLog]
-    numbers: RunSummary | Comparison
+    numbers: Numbers
     remarks: Sequence[str]
     iteration: int
     timelines: Mapping[str, Timeline]
-    missing: Sequence[str]
     notes: Sequence[str]
-    beside: Mapping[str, Beside]
+
+    @property
+    def missing(self) -> list[str]:
+        """What cannot be drawn, and why."""
+        names = [name.capitalize() for name in self.logs if name not in self.timelines]
+        return [f"{name}: not drawn, its times are not logged." for name in names]
 
 
 def make_report(
@@ -94,18 +95,12 @@ def make_report(
 ) -> Report:
     """Everything a page shows; ``step`` is the iteration to draw, None a typical one."""
     log = read_run_log(run_directory)
-    logs, others = {"run": log}, dict[str, Beside]()
-    numbers: RunSummary | Comparison = summarize(log.steps, log.header)
-    problems = log.problems
-    if baseline_directory is not None:
-        baseline = read_run_log(baseline_directory)
-        logs = {"baseline": baseline, **logs}
-        numbers, others = compare(baseline, log), compare_beside(baseline, log, beside)
-        problems = numbers.problems
-    iteration = choose_iteration(log, logs.get("baseline"), step)
+    baseline = None if baseline_directory is None else read_run_log(baseline_directory)
+    logs = {"run": log} if baseline is None else {"baseline": baseline, "run": log}
+    numbers = numbers_of(log, baseline, beside)
+    iteration = choose_iteration(log, baseline, step)
     gathered = {name: gather(each, iteration) for name, each in logs.items()}
-    for of_ranks, _ in gathered.values():
-        problems += of_ranks.problems
+    of_ranks = [problem for ranks, _ in gathered.values() for problem in ranks.problems]
     remarks = words.caveats(numbers)
     if (slowest := words.slowest_device(settled(log.steps))) is not None:
         remarks.append(f"This run's {words.slowest_text(*slowest, gathered['run'][0])}.")
@@ -119,13 +114,7 @@ def make_report(
         remarks=remarks,
         iteration=iteration,
         timelines={name: timeline for name, (_, timeline) in gathered.items() if timeline},
-        missing=[
-            f"{name.capitalize()}: not drawn, its times are not logged."
-            for name, (_, timeline) in gathered.items()
-            if timeline is None
-        ],
-        notes=list(dict.fromkeys(problems)),
-        beside=others,
+        notes=[*(numbers.problems or log.problems), *of_ranks],
     )
 
 
@@ -157,7 +146,7 @@ def render_page(report: Report) -> str:
     return template.render(
         report=report,
         step=step,
-        step_remarks=remarks + list(report.missing),
+        step_remarks=remarks + report.missing,
         history=history_picture(report.logs),
         words=words,
     ).lstrip()

@@ -11,7 +11,7 @@ from sparsebalance_megatron.log.records import Place, RunHeader, StepRecord
 from sparsebalance_megatron.plan.job import lockstep_notice
 from sparsebalance_megatron.plan.pipeline.operation_times import stage_busy_ms
 from sparsebalance_megatron.text_table import printable, shown_ms
-from sparsebalance_megatron.view.report.numbers import Beside, Comparison, RunSummary, is_dense
+from sparsebalance_megatron.view.report.numbers import Comparison, Numbers, RunSummary, is_dense
 
 _OF_THE_JOB = ("data_parallel_size", "pipeline_stages", "virtual_stages", "micro_batches", "layers")
 _SOFTWARE = ("megatron_core", "torch", "device", "cost_source")
@@ -19,20 +19,20 @@ _SLOW = 1.05
 """A device that takes so much longer than the median is named."""
 
 
-def headline(numbers: RunSummary | Comparison) -> str:
+def headline(numbers: Numbers) -> str:
     """The speedup, or without a baseline the parts of the mean step."""
-    if isinstance(numbers, Comparison):
-        if numbers.speedup is None:
+    if (compared := numbers.comparison) is not None:
+        if compared.speedup is None:
             return (
                 "Speedup over the baseline: not measured. The runs share no timed step of equal "
                 "samples."
             )
-        words, why = f"Measured: {_times_as_fast(numbers)} as the baseline", numbers.explanation
+        words, why = f"Measured: {_times_as_fast(compared)} as the baseline", compared.explanation
         if why is None:
             return f"{words}."
         steps_ms = f"{shown_ms(why.run.step_ms)} ms instead of {shown_ms(why.baseline.step_ms)} ms"
         return f"{words}: a mean step takes {steps_ms}."
-    split = numbers.split
+    split = numbers.run.split
     if split is None:
         return "No step of this run was measured whole."
     return (
@@ -49,9 +49,9 @@ def _times_as_fast(comparison: Comparison) -> str:
     return f"{words} (95 % {interval[0]:.2f} - {interval[1]:.2f})" if interval else words
 
 
-def changes(numbers: RunSummary | Comparison, beside: Mapping[str, Beside]) -> list[str]:
+def changes(numbers: Numbers) -> list[str]:
     """Says where the gain is in a step, and what it is owed to as far as other runs tell."""
-    why = numbers.explanation if isinstance(numbers, Comparison) else None
+    why = numbers.comparison.explanation if numbers.comparison else None
     sentences = []
     if why is not None:
         parts = {
@@ -63,7 +63,7 @@ def changes(numbers: RunSummary | Comparison, beside: Mapping[str, Beside]) -> l
         sentences.append(f"From the baseline's {shown_ms(why.baseline.step_ms)} ms: {signed} ms.")
     measured = {
         name: each
-        for name, each in beside.items()
+        for name, each in numbers.beside.items()
         if each.over_baseline.speedup and each.run_over.speedup
     }
     sentences += [
@@ -84,9 +84,9 @@ def changes(numbers: RunSummary | Comparison, beside: Mapping[str, Beside]) -> l
     return sentences
 
 
-def caveats(numbers: RunSummary | Comparison) -> list[str]:
+def caveats(numbers: Numbers) -> list[str]:
     """What the numbers include, once where it holds for every run."""
-    notices = {name: lockstep_notice(run.lockstep_ranks) for name, run in _by_name(numbers).items()}
+    notices = {name: lockstep_notice(run.lockstep_ranks) for name, run in numbers.runs.items()}
     if len(set(notices.values())) == 1:
         notices = {"": notices["run"]}
     return [
@@ -96,15 +96,11 @@ def caveats(numbers: RunSummary | Comparison) -> list[str]:
     ]
 
 
-def settings_that_differ(
-    numbers: RunSummary | Comparison, beside: Mapping[str, Beside]
-) -> list[str]:
+def settings_that_differ(numbers: Numbers) -> list[str]:
     """A sentence for each run that the run is compared with; none of runs alike."""
-    compared = {"the baseline": numbers} if isinstance(numbers, Comparison) else {}
-    compared |= {name: each.run_over for name, each in beside.items()}
     return [
         f"From {name} to the run: {'; '.join(each.differences)}."
-        for name, each in compared.items()
+        for name, each in numbers.comparisons.items()
         if each.differences
     ]
 
@@ -147,36 +143,20 @@ def run_facts(header: RunHeader | None) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in known.items())
 
 
-Row = dict[str, str]
-"""Cells of a table by their headings, of which each row has the same."""
-
-
-def _by_name(numbers: RunSummary | Comparison) -> dict[str, RunSummary]:
-    if isinstance(numbers, RunSummary):
-        return {"run": numbers}
-    return {"baseline": numbers.baseline, "run": numbers.sparse_balance}
-
-
-def numbers_table(
-    numbers: RunSummary | Comparison, beside: Mapping[str, Beside], *, every: bool = False
-) -> list[Row]:
-    """The runs side by side: rows that answer most questions, or every one. Dense attention has no
-    coverage."""
-    runs = _by_name(numbers)
-    last = runs.pop("run")
-    runs |= {name: each.run_over.baseline for name, each in beside.items()} | {"run": last}
-    rows = {
-        name: {of: _shown(run, path, layout) for of, run in runs.items()}
-        for name, path, layout in (_ROWS if every else _FIRST_ROWS)
-    }
+def numbers_table(numbers: Numbers, *, every: bool = False) -> list[dict[str, str]]:
+    """The runs side by side, cells by their headings: rows that answer most questions, or every
+    one. Dense attention has no coverage."""
+    runs, hidden = numbers.runs, set[str]()
     if all(run.figures.get("coverage") in (None, 1.0) for run in runs.values()):
-        rows = {name: cells for name, cells in rows.items() if "base budgets" not in name}
-        rows.pop("coverage, mean", None)
+        hidden |= _OF_COVERAGE
     if all(run.window_steps == 1 for run in runs.values()):
-        rows = {name: cells for name, cells in rows.items() if name not in _OF_WINDOWS}
-    return [
-        {"": name, **cells} for name, cells in rows.items() if {*cells.values()} != {_NOT_MEASURED}
+        hidden |= _OF_WINDOWS
+    rows = [
+        {"": name} | {of: _shown(run, path, layout) for of, run in runs.items()}
+        for name, path, layout in (_ROWS if every else _FIRST_ROWS)
+        if name not in hidden
     ]
+    return [row for row in rows if {*row.values()} != {row[""], _NOT_MEASURED}]
 
 
 _NOT_MEASURED = "not measured"
@@ -208,10 +188,9 @@ _ROWS = (
     ("  correlation with the step before", "tokens_correlation", "+.2f"),
 )
 """Rows of the table: words, a number's place in a summary, its layout."""
-
-
-_OF_WINDOWS = frozenset(name for name, path, _ in _ROWS[-3:])
-"""Rows that stand only beside a run with windows."""
+_OF_WINDOWS = {name for name, path, _ in _ROWS[-3:]}
+_OF_COVERAGE = {name for name, path, _ in _ROWS if "coverage" in path or "work_ratio" in path}
+"""Rows that stand only where a run has windows, or attends to less than everything."""
 
 
 def _shown(run: RunSummary, path: str, layout: str) -> str:
@@ -229,7 +208,7 @@ def _shown(run: RunSummary, path: str, layout: str) -> str:
 def slowest_device(steps: Sequence[StepRecord]) -> tuple[Place, float] | None:
     """The stage that exceeds its prediction most, and how many times as slow as the median it is;
     None where that is hardly slower, or not known. Steps of the last one's shape count."""
-    alike = [each for each in steps if each.shape[:2] == steps[-1].shape[:2] and each.complete]
+    alike = [each for each in steps if each.places == steps[-1].places and each.complete]
     if not alike or len(alike[-1].places) < 2:
         return None
     predicted_RP = np.sum([stage_busy_ms(each.predicted.times_2RPVM) for each in alike], axis=0)

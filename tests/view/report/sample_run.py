@@ -45,7 +45,6 @@ class SampleRun:
     ranks: int = 2
     stages: int = 2
     micro_batches: int = 4
-    tensor_parallel: int = 1
     layers: int = 8
     steps: int = 10
     batching: str = "makespan"
@@ -83,20 +82,17 @@ class SampleRun:
             header_of(self.job), config=self.choices, device="a machine that never was"
         )
         _write(directory / "steps.jsonl", [header, *map(step_record, steps)])
-        shape = self.stages, self.ranks, self.tensor_parallel
-        for number, (p, d, t) in enumerate(np.ndindex(shape)):
+        for number, (stage, rank) in enumerate(np.ndindex(self.stages, self.ranks)):
             place = RankPlace(
-                data_parallel_rank=d,
-                pipeline_rank=p,
-                tensor_parallel_rank=t,
+                data_parallel_rank=rank,
+                pipeline_rank=stage,
+                tensor_parallel_rank=0,
                 world_rank=number,
-                world_size=int(np.prod(shape)),
+                world_size=self.stages * self.ranks,
             )
             own = [self.rank_record(step, place) for step in steps]
-            _write(
-                directory / f"ranks/rank-{number:05d}.jsonl",
-                [rank_header(place, self.job, f"node{p}"), *own],
-            )
+            lines = [rank_header(place, self.job, f"node{stage}"), *own]
+            _write(directory / f"ranks/rank-{number:05d}.jsonl", lines)
         return directory
 
     def finished(self, iteration: int) -> FinishedStep:

@@ -25,10 +25,12 @@ from sparsebalance_megatron.view.report.numbers import (
     Beside,
     Comparison,
     Explanation,
+    Numbers,
     RunSummary,
     TimeSplit,
     compare,
     explain,
+    numbers_of,
     split_time,
     summarize,
     whole_windows,
@@ -180,10 +182,10 @@ def test_what_differs_is_named() -> None:
     before = with_header("a", config=config)
     after = with_header("b", config=config | {"log_dir": "b"})
     assert compare(before, after).differences == ()
-    assert settings_that_differ(compare(before, after), {}) == []
+    assert settings_that_differ(numbers_of(after, before)) == []
     assert compare(log("a"), after).differences == (), "nothing is known of a"
     other = with_header("b", 7, config=config | {"block_size": 256})
-    (sentence,) = settings_that_differ(compare(before, other), {})
+    (sentence,) = settings_that_differ(numbers_of(other, before))
     assert "block size 128 -> 256" in sentence and "data parallel size 2 -> 7" in sentence
 
 
@@ -213,6 +215,10 @@ def compared(**changes: Any) -> Comparison:
     return Comparison(**(values | changes))
 
 
+def numbers(comparison: Comparison, **beside: Beside) -> Numbers:
+    return Numbers(run=comparison.sparse_balance, comparison=comparison, beside=beside)
+
+
 EXPLAINED = Explanation(
     baseline=TimeSplit(compute_ms=5000.0, waiting_ms=900.0, rest_ms=100.0),
     run=TimeSplit(compute_ms=4700.0, waiting_ms=200.0, rest_ms=100.0),
@@ -221,9 +227,9 @@ EXPLAINED = Explanation(
 
 
 def test_a_speedup_has_an_interval_and_its_parts() -> None:
-    comparison = compared(speedup=1.2, explanation=EXPLAINED)
+    comparison = numbers(compared(speedup=1.2, explanation=EXPLAINED))
     assert numbers_in(headline(comparison)) == [1.2, 95, 1.15, 1.25, 5000, 6000]
-    assert numbers_in(*changes(comparison, {})) == [6000, -300, -700, 0]
+    assert numbers_in(*changes(comparison)) == [6000, -300, -700, 0]
 
 
 def test_a_gain_is_split_by_the_runs_beside() -> None:
@@ -234,26 +240,27 @@ def test_a_gain_is_split_by_the_runs_beside() -> None:
 
     exact, fixed = beside("placement", 1.2), beside("attention", 1.5)
     comparison = compared(speedup=1.8)
-    *_, gain = changes(comparison, {"exact": exact})
+    *_, gain = changes(numbers(comparison, exact=exact))
     assert numbers_in(gain) == [1.2, 1.5]
-    *_, gain = changes(comparison, {"exact": exact, "fixed": fixed})
+    *_, gain = changes(numbers(comparison, exact=exact, fixed=fixed))
     assert numbers_in(gain) == [1.2, 1.25, 1.2]
-    assert "gain" not in "".join(changes(comparison, {"fixed": fixed}))
+    assert "gain" not in "".join(changes(numbers(comparison, fixed=fixed)))
 
 
 def test_no_more_is_claimed_than_is_known() -> None:
-    assert numbers_in(headline(compared())) == []
-    assert changes(compared(), {}) == []
+    assert numbers_in(headline(numbers(compared()))) == []
+    assert changes(numbers(compared())) == []
 
 
 def test_what_times_include_is_said_of_the_run_that_they_are_of() -> None:
     alone, lockstep = summary(lockstep_ranks=1), summary(lockstep_ranks=4)
     notice = lockstep_notice(4)
-    assert caveats(alone) == []
-    assert caveats(lockstep) == [notice]
-    assert caveats(compared(baseline=lockstep, sparse_balance=lockstep)) == [notice]
+    assert caveats(Numbers(run=alone)) == []
+    assert caveats(Numbers(run=lockstep)) == [notice]
+    both = compared(baseline=lockstep, sparse_balance=lockstep)
+    assert caveats(numbers(both)) == [notice]
     both = compared(baseline=alone, sparse_balance=lockstep)
-    assert caveats(both) == [f"Run: {notice}"]
+    assert caveats(numbers(both)) == [f"Run: {notice}"]
 
 
 def test_the_slowest_device_is_named_with_its_host(tmp_path: Path) -> None:
@@ -291,14 +298,12 @@ def test_runs_are_compared_by_whole_windows() -> None:
     both = list(zip(logs[2].steps, logs[4].steps, strict=False))
     assert list(map(len, whole_windows(both))) == [1, 1, 4]
     assert not any("token counts" in each for each in compare(logs[2], logs[4]).problems)
-    rows = {
-        row[""].strip(): row for row in numbers_table(compare(logs[1], logs[4]), {}, every=True)
-    }
+    rows = {row[""].strip(): row for row in numbers_table(numbers_of(logs[4], logs[1]), every=True)}
     assert rows["of a window"]["run"] == "4"
     assert rows["tokens a step: deviation over mean"]["baseline"] == "0.0%"
     assert rows["correlation with the step before"]["baseline"] == "not measured"
     assert "of a window" not in {
-        row[""].strip() for row in numbers_table(summarize(arrived), {}, every=True)
+        row[""].strip() for row in numbers_table(Numbers(run=summarize(arrived)), every=True)
     }
 
 

@@ -14,10 +14,11 @@ from record_cases import rank_step, step_record
 
 from sparsebalance_megatron.learn.measurement import MeasuredTimes, Span
 from sparsebalance_megatron.log.records import StepRecord
-from sparsebalance_megatron.view.report.pictures import COLOURS, step_picture
-from sparsebalance_megatron.view.report.timeline import (
+from sparsebalance_megatron.view.report.pictures import (
+    COLOURS,
     Timeline,
     measured_timeline,
+    step_picture,
 )
 
 
