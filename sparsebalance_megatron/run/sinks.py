@@ -80,11 +80,6 @@ class StepSinks:
             self._step_log = LogWriter(step_log_path(directory), header, max_bytes=max_bytes)
         self._writers = metric_writers()
 
-    @property
-    def any(self) -> bool:
-        """Whether this rank writes anything."""
-        return self._rank_log is not None or self._writers is not None
-
     def write(self, step: FinishedStep) -> None:
         """Hand the step to everything that wants it."""
         if self._rank_log is not None:
