@@ -107,7 +107,7 @@ def run_header(inputs: Inputs, device: torch.device, world_size: int) -> RunHead
         config=asdict(inputs.config),
         cost_source=inputs.cost.source,
         job=replace(inputs.job, order=None),
-        global_batch_size=inputs.settings.global_batch_size,
+        global_batch_size=inputs.settings.batch_sizes.largest,
         seq_length=inputs.settings.seq_length,
         iterations=inputs.settings.train_iters,
         grid=inputs.grid,
