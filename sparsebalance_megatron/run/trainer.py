@@ -44,7 +44,13 @@ from sparsebalance_megatron.run.agreement import (
     take_over,
 )
 from sparsebalance_megatron.run.forward_step import ForwardStep
-from sparsebalance_megatron.run.inputs import Inputs, checked_config, fingerprint, read_inputs
+from sparsebalance_megatron.run.inputs import (
+    Inputs,
+    attention_options,
+    checked_config,
+    fingerprint,
+    read_inputs,
+)
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 from sparsebalance_megatron.run.run import IntegrationError, Run
 from sparsebalance_megatron.run.sinks import StepSinks, prepare_log_directory
@@ -78,7 +84,7 @@ class TrainerRun:
         self.all_stages_read = False
         self.keep_state: Callable[[Callable[[], dict[str, Any]]], None] = lambda state_dict: None
         self.make_scheduler: Callable[[Inputs], Scheduler] = Inputs.scheduler
-        self.options = inputs.attention_options
+        self.options = attention_options(inputs.plan_settings, inputs.grid, inputs.cost)
         self._transformer_config = transformer_config
         self._ends_steps = self._runs_as_planned = ends_steps
         self._run: Run | None = None
