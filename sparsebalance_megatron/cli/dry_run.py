@@ -196,7 +196,7 @@ def _cells(
 
 def _data(inputs: Inputs) -> tuple[str, ...]:
     lines = inputs.train.describe()
-    blend = read_blends(inputs.settings)["train"]
+    blend = read_blends(inputs.settings.data_flags)["train"]
     if len(lines) == 1 and blend is not None:
         lines = (f"{blend.prefixes[0]}: {lines[0]}",)
     return (*lines, *inputs.untrained())
