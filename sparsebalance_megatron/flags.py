@@ -6,7 +6,6 @@ that over the file of ``--sparse-balance-config``, the file over ``--sparse-bala
 over the default.
 """
 
-import re
 import tomllib
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
@@ -69,7 +68,6 @@ _SOMETIMES_NEEDED = (
     *("first_blocks", "eval_attention", "max_tokens_per_micro_batch", "max_context_parallel"),
     *("max_segments", "window", "overlong"),
 )
-_LONG_INTEGER = re.compile(r"^([^=\n]*)=\s*[+-]?[\d_]{1000,}", re.MULTILINE)
 _NO_INTEGER = "an integer of more than 64 bits, which TOML does not have; give a smaller one"
 _READ_BEFORE_THE_FILE = ("enabled", "device", "dry_run")
 
@@ -135,17 +133,10 @@ def _options_of(path: Path, mode: str | None) -> tuple[str, dict[str, Any]]:
     """The mode that counts, and the fields that it and the file set."""
     place = f"{FILE_FLAG} {path}"
     try:
-        text = read_text(path)
-        given = tomllib.loads(text)
-    except (UnreadableFileError, tomllib.TOMLDecodeError) as error:
+        given = tomllib.loads(read_text(path))
+    # Python reads no integer of thousands of digits, and says so.
+    except (UnreadableFileError, ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: {error}; give a TOML file of options") from error
-    except RecursionError as error:
-        raise ConfigError(f"{place}: too deeply nested; give a TOML file of options") from error
-    except ValueError as error:
-        # Python reads no integer of that many digits.
-        long = _LONG_INTEGER.search(text)
-        named = f"{long[1].strip()}: " if long else ""
-        raise ConfigError(f"{place}: {named}{_NO_INTEGER}") from error
     mode, found = _checked(given, place, mode)
     return mode, dict(MODES.get(mode, {})) | found
 
@@ -176,12 +167,10 @@ def _checked(given: Mapping[str, Any], place: str, mode: str | None) -> tuple[st
                 if get_origin(known[name].type) is not Literal:
                     value = msgspec.convert(value, known[name].type)
                 SparseBalanceConfig(**{name: value})
-            except msgspec.ValidationError as error:
-                named = "" if place.startswith(f"{FILE_FLAG} {key}=") else f"{key}: "
-                raise ConfigError(f"{place}: {named}{error}") from error
-            except ConfigError as error:
-                named = "" if place.startswith(f"{FILE_FLAG} {key}=") else f"{key} {value}: "
+            except (msgspec.ValidationError, ConfigError) as error:
                 rule = str(error).removeprefix(f"{flag_with(name, value)}: ")
+                shown = f"{key} {value}: " if isinstance(error, ConfigError) else f"{key}: "
+                named = "" if place.startswith(f"{FILE_FLAG} {key}=") else shown
                 raise ConfigError(f"{place}: {named}{rule}") from error
         if name in found:
             raise ConfigError(f"{place}: {key} is given twice; keep one")

@@ -62,26 +62,22 @@ __all__ = [
 
 
 _ELSEWHERE = {
-    "HostJob": "learn.host_planner",
-    "HostPlanner": "learn.host_planner",
-    "HostRun": "run.host",
-    "Job": "plan.job",
-    "ModelShape": "cost.table",
-    "PlannedLengths": "learn.host_planner",
-    "PlannedStep": "learn.planned_step",
-    "TrainerRun": "run.trainer",
-    "begin_host_run": "run.host",
-    "begin_run": "run.trainer",
-    "window_places": "plan.windows",
-    "plan_lengths": "learn.host_planner",
+    "cost.table": ("ModelShape",),
+    "learn.host_planner": ("HostJob", "HostPlanner", "PlannedLengths", "plan_lengths"),
+    "learn.planned_step": ("PlannedStep",),
+    "plan.job": ("Job",),
+    "plan.windows": ("window_places",),
+    "run.host": ("HostRun", "begin_host_run"),
+    "run.trainer": ("TrainerRun", "begin_run"),
 }
-"""Names whose modules load numpy, or torch and Megatron: loaded when asked for."""
+"""Modules that load numpy, or torch and Megatron, and their names: loaded when asked for."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ELSEWHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"sparsebalance_megatron.{_ELSEWHERE[name]}"), name)
+    for module, names in _ELSEWHERE.items():
+        if name in names:
+            return getattr(import_module(f"sparsebalance_megatron.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.cost.parts import Direction
 from sparsebalance_megatron.learn.planned_step import PlannedStep
 from sparsebalance_megatron.plan.pipeline.operation_times import (
     imbalance,
@@ -24,6 +23,9 @@ from sparsebalance_megatron.plan.step_plan import MicroBatchPlan
 PASSES = 4
 """Through a collective of a segment: one forward, and in backward one recomputed and two of
 gradients."""
+CollectivePlace = tuple[int, int, int, int, int]
+"""Chunk, position, segment, number of one of the chunk's collectives, and which of the
+:data:`PASSES`."""
 LOG_LINE = ("imbalance", "predicted_to_measured", "coverage", "tuned_samples")
 """Figures in the trainer's log line, which hands them to its writers."""
 COUNTS_IN_LOG_LINE = ("unobserved",)
@@ -49,26 +51,6 @@ class Span(NamedTuple):
         return self.end_ms - self.start_ms
 
 
-class CollectiveTime(NamedTuple):
-    """Time inside one of a model chunk's collectives during a forward or backward, in ms;
-    ``passes_before``: of the same segment and direction through it."""
-
-    direction: str
-    chunk: int
-    position: int
-    number: int
-    ms: float
-    segment: int = 0
-    passes_before: int = 0
-
-    @property
-    def place(self) -> tuple[int, int, int, int, int]:
-        """Chunk, position, segment, number, and which of the :data:`PASSES` it is."""
-        backward = min(1 + self.passes_before, PASSES - 1)
-        last = 0 if self.direction == Direction.FORWARD else backward
-        return self.chunk, self.position, self.segment, self.number, last
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """Times of one rank in one step, in ms.
@@ -76,13 +58,13 @@ class StepTimes:
     ``schedule_ms``: from the schedule's start to this rank's last backward; NaN where unmeasured.
     ``spans``: by start, since ``start_unix_s``, the schedule's start, or that of the first span
     where the schedule began unseen; None where nothing was seen. ``collectives``: those in which
-    ranks wait for one another; None where they were not measured.
+    ranks wait for one another, as (place, ms inside); None where they were not measured.
     """
 
     schedule_ms: float
     start_unix_s: float | None
     spans: tuple[Span, ...]
-    collectives: tuple[CollectiveTime, ...] | None = None
+    collectives: tuple[tuple[CollectivePlace, float], ...] | None = None
 
 
 class Piece(NamedTuple):
@@ -189,7 +171,7 @@ def lockstep_waiting(inside_RPVMYXZ: np.ndarray, lockstep_ranks: int) -> np.ndar
     exchange takes. So what others are inside beyond the group's least is waiting, of every exchange
     by itself: one rank may wait in a segment's, another in the next.
 
-    ``inside_RPVMYXZ``: ms inside every collective, by :attr:`CollectiveTime.place`; NaN where
+    ``inside_RPVMYXZ``: ms inside every collective, by :data:`CollectivePlace`; NaN where
     unmeasured, which leaves the whole group unmeasured.
     """
     ranks, *rest = inside_RPVMYXZ.shape

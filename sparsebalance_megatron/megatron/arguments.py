@@ -10,7 +10,6 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -132,11 +131,11 @@ def args_provider(
     stands_in: bool = False,
 ) -> Callable[[ArgumentParser], ArgumentParser]:
     """An ``extra_args_provider`` that also sets the defaults this run needs; explicit flags win.
-    ``report`` is told, in one line, which of Megatron's defaults change: in a process that stands
-    in for ranks of other machines, without those of this one."""
+    ``report`` is told, in one line, which of Megatron's defaults change. A process that stands in
+    for ranks of other machines leaves out those of this one, and raises a parser's errors."""
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
-        _cut_long_errors(parser)
+        _cut_long_errors(parser, _refuse if stands_in else parser.error)
         add_sparse_balance_args(parser)
         _make_help_printable(parser)
         own = PLUGIN_DEFAULTS if enabled else {}
@@ -150,18 +149,14 @@ def args_provider(
     return provide
 
 
-def _cut_long_errors(parser: ArgumentParser) -> None:
+def _cut_long_errors(parser: ArgumentParser, end: Callable[[str], NoReturn]) -> None:
     """Have a parser's errors, which repeat the words that were given, be one line each."""
-    error = parser.error
-    parser.error = lambda message: error(_shown(parser, message))  # type: ignore[method-assign]
+    flags = parser._option_string_actions
+    parser.error = lambda message: end(one_line(with_nearest(message, flags)))  # type: ignore[method-assign]
 
 
-def _shown(parser: ArgumentParser, message: str) -> str:
-    return one_line(with_nearest(message, parser._option_string_actions))
-
-
-def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
-    raise ConfigError(_shown(parser, message))
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)
 
 
 def _make_help_printable(parser: ArgumentParser) -> None:
@@ -220,7 +215,6 @@ def arguments_without_ranks(
 
     def add_and_check_flags(parser: ArgumentParser) -> ArgumentParser:
         parser = add_flags(parser)
-        parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
         for lacking in check_typed_flags(parser, argv):
             report(f"sparse balance: training: {lacking}")
         return parser

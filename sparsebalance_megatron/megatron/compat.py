@@ -242,13 +242,10 @@ def arguments_of_weights(args: Namespace, *, resumed: bool = False) -> Namespace
 
     ``resumed``: only where it goes on from there, and does not start anew with those weights.
     """
-    from megatron.training.checkpointing import get_checkpoint_tracker_filename
-
     for directory in filter(None, (args.load, None if resumed else args.pretrained_checkpoint)):
-        tracker = Path(get_checkpoint_tracker_filename(directory))
-        if not tracker.is_file():
+        content = _last_saved(directory)
+        if content is None:
             continue
-        content = tracker.read_text().strip()
         release = content == "release"
         if not release and not content.isdecimal():
             # Megatron refuses it when it loads.
@@ -258,6 +255,14 @@ def arguments_of_weights(args: Namespace, *, resumed: bool = False) -> Namespace
         iteration = 0 if release else args.ckpt_step or int(content)
         return saved_state(directory, iteration, release).get("args")
     return None
+
+
+def _last_saved(directory: str) -> str | None:
+    """What a ``--save`` directory says of its last complete checkpoint; None without one."""
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    tracker = Path(get_checkpoint_tracker_filename(directory))
+    return tracker.read_text().strip() if tracker.is_file() else None
 
 
 def has_weights(args: Namespace) -> bool:
@@ -284,10 +289,7 @@ def saves_for_another_try() -> bool:
 
 def last_saved_iteration(directory: str) -> int | None:
     """Iteration of the last complete checkpoint in a ``--save`` directory; None without one."""
-    from megatron.training.checkpointing import get_checkpoint_tracker_filename
-
-    tracker = Path(get_checkpoint_tracker_filename(directory))
-    content = tracker.read_text().strip() if tracker.is_file() else ""
+    content = _last_saved(directory) or ""
     return int(content) if content.isdigit() else None
 
 

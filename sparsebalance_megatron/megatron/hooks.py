@@ -7,7 +7,6 @@ Shape legend: T tokens that a rank computes, E experts.
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +30,9 @@ from sparsebalance_megatron.megatron.timing import (
     RecordingTimers,
 )
 
-_TRUE_POSITIONS, _MASKED = "_sparse_balance_true_positions", "_sparse_balance_masked"
+_TRUE_POSITIONS, _MASKED, _REPORTS = (
+    f"_sparse_balance_{name}" for name in ("true_positions", "masked", "reports")
+)
 
 
 def use_true_positions(model: Any) -> None:
@@ -205,42 +206,33 @@ def token_loss(
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), count])}
 
 
-@dataclass(frozen=True)
-class ReportingFinalize:
-    """Wraps ``finalize_model_grads_func``: the one place every rank passes once per step.
-
-    It also divides sharded gradients by the step's tokens, see :func:`.divide_by_tokens`.
-    """
-
-    before: Callable[[], None]
-    finalize: Callable[..., Any]
-    after: Callable[[], object]
-
-    def __call__(self, model: Any, num_tokens: Any = None, *arguments: Any, **keywords: Any) -> Any:
-        self.before()
-        result = self.finalize(model, num_tokens, *arguments, **keywords)
-        divide_by_tokens(model, num_tokens)
-        self.after()
-        return result
-
-
 def install_hooks(
     model_config: Any, recorder: MicroBatchRecorder, after_finalize: Callable[[], object]
 ) -> None:
     """Watch ``timers`` and ``finalize_model_grads_func``, unless they are watched already.
 
     It is called in every forward step, because Megatron's loop resets both attributes.
-    ``after_finalize`` is called when gradients are final.
+    ``finalize_model_grads_func`` is the one place that every rank passes once per step; here it
+    also divides sharded gradients, see :func:`divide_by_tokens`. ``after_finalize`` is called when
+    gradients are final.
     """
     if not isinstance(model_config.timers, RecordingTimers):
         model_config.timers = RecordingTimers(model_config.timers or NoTimers(), recorder)
         # The forward that brought us here began before its timer could be watched.
         recorder.start(FORWARD_TIMER)
     finalize = model_config.finalize_model_grads_func
-    if finalize is not None and not isinstance(finalize, ReportingFinalize):
-        model_config.finalize_model_grads_func = ReportingFinalize(
-            recorder.end_schedule, finalize, after_finalize
-        )
+    if finalize is None or hasattr(finalize, _REPORTS):
+        return
+
+    def finalize_and_report(model: Any, num_tokens: Any = None, *others: Any, **named: Any) -> Any:
+        recorder.end_schedule()
+        result = finalize(model, num_tokens, *others, **named)
+        divide_by_tokens(model, num_tokens)
+        after_finalize()
+        return result
+
+    setattr(finalize_and_report, _REPORTS, True)
+    model_config.finalize_model_grads_func = finalize_and_report
 
 
 def divide_by_tokens(model: Sequence[Any], tokens: Tensor | None) -> None:

@@ -10,7 +10,8 @@ Shape legend: S samples of the micro-batch, T tokens of what runs.
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,6 @@ class LocalMicroBatch:
         segment: number of the micro-batch's segment that runs; 0 where it has one.
         segments: shared by the segments of a micro-batch; None where it has one.
         padding_documents: the last documents, which are of no sample.
-        sample_tokens: of all samples of the packed sequence; None where that is all it has.
         documents: of the micro-batch, padding and those of later segments included; None where they
             are those of the layout.
         dense_documents_L: so many first of them each layer attends to densely, as the plan says;
@@ -83,12 +83,11 @@ class LocalMicroBatch:
     segment: int = 0
     segments: MicroBatchSegments | None = None
     padding_documents: int = 0
-    sample_tokens: int | None = None
     documents: int | None = None
     dense_documents_L: Sequence[int] = ()
     inputs: Mapping[str, np.ndarray] | None = None
     observations: dict[int, Tensor] = field(default_factory=dict)
-    _plain_params: dict[int, PackedSeqParams] = field(default_factory=dict, init=False, repr=False)
+    _boundaries_of: dict[int, dict[str, Any]] = field(default_factory=dict, init=False, repr=False)
     _travelling: dict[int, TravellingHeads] = field(default_factory=dict, init=False, repr=False)
 
     def dense_documents(self, layer: int) -> int:
@@ -157,10 +156,11 @@ class LocalMicroBatch:
     def padding_T(self) -> Tensor | None:
         """bool, which tokens that this rank computes are padding, alike None on all ranks that
         share the sequence: where nothing can be."""
-        if self.sample_tokens is None or (self.sequence is None and not self.padding_documents):
+        if self.sequence is None and not self.padding_documents:
             return None
-        tokens = self.layout.cu_seqlens[-1]
-        padding_T = torch.arange(tokens, device=self.budgets_LS.device) >= self.sample_tokens
+        boundaries = self.layout.cu_seqlens
+        token_T = torch.arange(boundaries[-1], device=self.budgets_LS.device)
+        padding_T = token_T >= boundaries[self.layout.documents - self.padding_documents]
         return padding_T if self.sequence is None else self.sequence.cut(padding_T, padding=True)
 
     def exchange(self, layer: int) -> SequenceExchange:
@@ -172,27 +172,27 @@ class LocalMicroBatch:
         return exchange
 
     def plain_params(self, documents: int) -> PackedSeqParams:
-        """Plain parameters of the first documents of the packed sequence, in the thd layout; made
-        once.
+        """Plain parameters of the first documents of the packed sequence, in the thd layout."""
+        return PackedSeqParams(qkv_format="thd", **self._boundaries(documents))
+
+    def _boundaries(self, documents: int) -> dict[str, Any]:
+        """Boundaries of the first documents, as Megatron's parameters name them; made once.
 
         The longest document is rounded up to a power of two: the host knows it, few kernels are
         built for it, and fused RoPE launches as many blocks for every document.
         """
-        if documents in self._plain_params:
-            return self._plain_params[documents]
+        if documents in self._boundaries_of:
+            return self._boundaries_of[documents]
         boundaries = self.layout.cu_seqlens[: documents + 1]
         # Made on the host first: torch.tensor(..., device=device) would wait for the device.
         host = torch.tensor(boundaries, dtype=torch.int32)
         cu_seqlens = copied_to(host, self.budgets_LS.device)
         longest = 1 << (max(np.diff(boundaries).tolist()) - 1).bit_length()
-        params = self._plain_params[documents] = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-        return params
+        self._boundaries_of[documents] = {
+            **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_kv"), cu_seqlens),
+            **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), longest),
+        }
+        return self._boundaries_of[documents]
 
     def params(self) -> "BudgetedPackedSeqParams":
         """Parameters for Megatron's attention and RoPE, in the thd layout.
@@ -201,15 +201,12 @@ class LocalMicroBatch:
         RoPE group is this rank alone: Megatron then applies row i of the table that
         :func:`.hooks.use_true_positions` puts in place to token i, and cuts nothing itself.
         """
-        sequence, whole = self.sequence, self.plain_params(self.layout.documents)
+        sequence = self.sequence
         return BudgetedPackedSeqParams(
             qkv_format="thd" if sequence is None else "sbhd",
             cp_group=None if sequence is None else sequence.group.alone,
-            cu_seqlens_q=whole.cu_seqlens_q,
-            cu_seqlens_kv=whole.cu_seqlens_kv,
-            max_seqlen_q=whole.max_seqlen_q,
-            max_seqlen_kv=whole.max_seqlen_kv,
             micro_batch=self,
+            **self._boundaries(self.layout.documents),
         )
 
 
@@ -273,7 +270,6 @@ def local_micro_batches(
                 segment=number,
                 segments=segments,
                 padding_documents=padding,
-                sample_tokens=plan.tokens,
                 documents=documents,
                 dense_documents_L=dense_L,
                 inputs=None if inputs is None else inputs[number],
@@ -291,8 +287,7 @@ class LayoutCache:
 
     def __init__(self) -> None:
         self._read: tuple[weakref.ref[Tensor], int, tuple[int, ...]] | None = None
-        self._key: object = None
-        self._layout: PackedLayout | None = None
+        self.layout = lru_cache(maxsize=1)(packed_layout)
 
     def boundaries_of(self, cu_seqlens: Tensor) -> tuple[int, ...]:
         """The boundaries in a tensor on any device."""
@@ -306,12 +301,3 @@ class LayoutCache:
         boundaries = tuple(cu_seqlens.tolist())
         self._read = weakref.ref(cu_seqlens), cu_seqlens._version, boundaries
         return boundaries
-
-    def layout(
-        self, boundaries: tuple[int, ...], block_size: int, device: torch.device
-    ) -> PackedLayout:
-        """The layout of a packed sequence; see :func:`..attention.layout.packed_layout`."""
-        key = (boundaries, block_size, device)
-        if self._layout is None or self._key != key:
-            self._layout, self._key = packed_layout(boundaries, block_size, device), key
-        return self._layout

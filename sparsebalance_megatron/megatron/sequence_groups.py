@@ -57,11 +57,6 @@ def data_parallel_group() -> ProcessGroup:
     return parallel_state.get_data_parallel_group()
 
 
-def data_parallel_size() -> int:
-    """Number of such ranks."""
-    return int(parallel_state.get_data_parallel_world_size())
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceGroups:
     """Every group that this rank is in; ``rank`` counts data- and context-parallel ranks together.
@@ -100,8 +95,15 @@ def make_sequence_groups(
     """
     if largest == 1:
         return None
-    maker = _Maker(timedelta(minutes=timeout_minutes))
-    groups = {1 << power: maker.neighbours(1 << power) for power in range(largest.bit_length())}
+    timeout = timedelta(minutes=timeout_minutes)
+    own = torch.distributed.get_process_group_ranks(
+        parallel_state.get_data_parallel_group(with_context_parallel=True)
+    )
+    places: list[Sequence[int]] = [()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(places, own)
+    replicas = sorted(set(map(tuple, places)))
+    sizes = [1 << power for power in range(largest.bit_length())]
+    groups = {size: _neighbours(replicas, size, timeout) for size in sizes}
     made = {
         size: SequenceGroup(
             member=torch.distributed.get_rank(group),
@@ -115,33 +117,22 @@ def make_sequence_groups(
         for size, group in groups.items()
     }
     return SequenceGroups(
-        rank=maker.rank, by_size=made, agreement=maker.neighbours(largest, backend="gloo")
+        rank=own.index(torch.distributed.get_rank()),
+        by_size=made,
+        agreement=_neighbours(replicas, largest, timeout, backend="gloo"),
     )
 
 
-class _Maker:
-    """Makes groups of ranks that are neighbours in data-parallel and context-parallel place."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        own: Sequence[int] = torch.distributed.get_process_group_ranks(group)
-        places: list[Sequence[int]] = [()] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(places, own)
-        self._replicas = sorted(set(map(tuple, places)))
-        self._timeout = timeout
-        self.rank = own.index(torch.distributed.get_rank())
-
-    def neighbours(self, size: int, *, backend: str | None = None) -> ProcessGroup:
-        """This rank's group of ``size`` neighbours."""
-        wanted: ProcessGroup | None = None
-        for replica in self._replicas:
-            for first in range(0, len(replica), size):
-                members = list(replica[first : first + size])
-                group: Any = torch.distributed.new_group(
-                    members, timeout=self._timeout, backend=backend
-                )
-                if torch.distributed.get_rank() in members:
-                    wanted = group
-        if wanted is None:
-            raise PlanError(f"rank {self.rank} is in no group of {size} data-parallel ranks")
-        return wanted
+def _neighbours(
+    replicas: Sequence[Sequence[int]], size: int, timeout: timedelta, *, backend: str | None = None
+) -> ProcessGroup:
+    """This rank's group of ``size`` neighbours in data-parallel and context-parallel place."""
+    wanted: ProcessGroup | None = None
+    for replica in replicas:
+        for first in range(0, len(replica), size):
+            members = list(replica[first : first + size])
+            group: Any = torch.distributed.new_group(members, timeout=timeout, backend=backend)
+            if torch.distributed.get_rank() in members:
+                wanted = group
+    assert wanted is not None, "every rank has a data-parallel place"
+    return wanted

@@ -68,11 +68,6 @@ class RunSettings:
     warm_up_samples: int = 0
 
     @property
-    def global_batch_size(self) -> int:
-        """Samples of the largest training step."""
-        return self.host_job.global_batch_size
-
-    @property
     def seq_length(self) -> int:
         """Tokens of the longest sample."""
         return self.host_job.max_sample_tokens

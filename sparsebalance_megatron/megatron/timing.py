@@ -22,7 +22,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from torch import Tensor
 
-from sparsebalance_megatron.learn.measurement import CollectiveTime, Span, StepTimes
+from sparsebalance_megatron.learn.measurement import PASSES, CollectivePlace, Span, StepTimes
 
 FORWARD_TIMER = "forward-compute"
 BACKWARD_TIMER = "backward-compute"
@@ -86,8 +86,8 @@ class MicroBatchRecorder:
         self._bound: Place | None = None
         self._backwards = 0
         self._spans: list[tuple[str, Place, Any, Any]] = []
-        self._collectives: list[tuple[str, Place, int, int, Any, Any]] = []
-        self._passes: Counter[tuple[str, Place, int]] = Counter()
+        self._collectives: list[tuple[CollectivePlace, Any, Any]] = []
+        self._backward_passes: Counter[tuple[Place, int]] = Counter()
         self._open_collectives: dict[int, Any] = {}
         self._schedule: tuple[Any, Any] | None = None
 
@@ -131,12 +131,14 @@ class MicroBatchRecorder:
         """It ends. One outside forwards and backwards of the step, as in evaluation, is
         forgotten."""
         begin = self._open_collectives.pop(number, None)
-        for direction, timer_name in (("forward", FORWARD_TIMER), ("backward", BACKWARD_TIMER)):
+        for timer_name in (FORWARD_TIMER, BACKWARD_TIMER):
             place = self._running(timer_name) if timer_name in self._open else None
             if begin is not None and place is not None:
-                which, end = (direction, place, number), self._clock.mark()
-                self._collectives.append((*which, self._passes[which], begin, end))
-                self._passes[which] += 1
+                which, which_pass, end = (place, number), 0, self._clock.mark()
+                if timer_name == BACKWARD_TIMER:
+                    self._backward_passes[which] += 1
+                    which_pass = min(self._backward_passes[which], PASSES - 1)
+                self._collectives.append(((*place, number, which_pass), begin, end))
 
     def end_schedule(self) -> None:
         """The last backward of this rank is done; what follows is gradient reduction."""
@@ -158,10 +160,7 @@ class MicroBatchRecorder:
         for direction, (chunk, position, segment), begin, end in self._spans:
             start_ms, ms = elapsed_ms(origin, begin), elapsed_ms(begin, end)
             spans.append(Span(direction, chunk, position, start_ms, start_ms + ms, segment))
-        inside = []
-        for direction, (chunk, position, segment), number, before, begin, end in self._collectives:
-            ms = elapsed_ms(begin, end)
-            inside.append(CollectiveTime(direction, chunk, position, number, ms, segment, before))
+        inside = ((place, elapsed_ms(begin, end)) for place, begin, end in self._collectives)
         return StepTimes(
             schedule_ms=elapsed_ms(*self._schedule) if self._schedule else math.nan,
             start_unix_s=start_unix_s,

@@ -116,43 +116,43 @@ def settle_attention(args: Namespace) -> list[str]:
     """
     trained, lines = arguments_of_weights(args), []
 
-    def agree(*names: str) -> bool:
-        return all(
-            getattr(trained, name, None) == getattr(args, name)
-            for name in map(destination, ("enabled", "selection", *names))
-        )
+    def was(name: str) -> Any:
+        return getattr(trained, destination(name), None)
 
-    name = destination("first_blocks")
-    default = default_first_blocks(getattr(args, destination("selection")))
-    if getattr(args, name) is None and default:
+    def now(name: str) -> Any:
+        return getattr(args, destination(name))
+
+    def keep(name: str, value: Any) -> None:
+        setattr(args, destination(name), value)
+
+    def agree(*names: str) -> bool:
+        return all(was(name) == now(name) for name in ("enabled", "selection", *names))
+
+    default = default_first_blocks(now("selection"))
+    if now("first_blocks") is None and default:
         kept = trained_first_blocks(trained) if trained is not None and agree() else default
-        setattr(args, name, kept)
+        keep("first_blocks", kept)
         if kept != default:
             lines.append(
                 f"{flag_name('first_blocks')} is {kept}, as in the checkpoint, not {default}; give "
                 "the flag to change it"
             )
-    name = destination("dense_up_to")
     length = "auto" if trained is None else trained_dense_length(trained)
-    are_dense = ALL_DENSE in (
-        getattr(each, destination("layer_budgets"), None) for each in (trained, args)
-    )
-    alike = not are_dense and agree("block_size", "base_budget")
-    is_open = getattr(args, name) is None
-    setattr(args, name, getattr(args, name) or "auto")
-    if is_open and length != "auto" and alike:
+    some_sparse = ALL_DENSE not in (was("layer_budgets"), now("layer_budgets"))
+    is_open = now("dense_up_to") is None
+    keep("dense_up_to", now("dense_up_to") or "auto")
+    if is_open and length != "auto" and some_sparse and agree("block_size", "base_budget"):
         flag, counted = flag_name("dense_up_to"), getattr(trained, DENSE_COUNTED, False)
-        if counted and getattr(args, destination("cost_table"), None) is not None:
+        if counted and now("cost_table") is not None:
             lines.append(f"{flag} is the cost table's; the checkpoint's {length} was counted")
-            return lines
-        setattr(args, name, length)
-        setattr(args, DENSE_COUNTED, counted)
-        lines.append(f"{flag} is {length}, as in the checkpoint; give the flag to change")
-    measured, budgets = destination("sensitivity"), destination("layer_budgets")
-    by_layer = getattr(trained, budgets, None)
-    if getattr(args, measured) and by_layer and not args.finetune and agree("block_size"):
-        setattr(args, measured, None)
-        setattr(args, budgets, by_layer)
+        else:
+            keep("dense_up_to", length)
+            setattr(args, DENSE_COUNTED, counted)
+            lines.append(f"{flag} is {length}, as in the checkpoint; give the flag to change")
+    by_layer = was("layer_budgets")
+    if now("sensitivity") and by_layer and not args.finetune and agree("block_size"):
+        keep("sensitivity", None)
+        keep("layer_budgets", by_layer)
         lines.append(
             f"base budgets by sensitivity are {by_layer}, as in the checkpoint; --finetune "
             "computes them anew"

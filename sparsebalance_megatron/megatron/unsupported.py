@@ -35,14 +35,6 @@ class Settings:
         return default if value is None else value
 
 
-def _more_shards_than_ranks(get: Settings, kind: str) -> bool:
-    """Whether weights, of experts or of all else, are cut further than among their ranks."""
-    ranks = get("tensor_model_parallel_size", 1)
-    if kind == "expert_tensor":
-        ranks = get("expert_tensor_parallel_size", ranks)
-    return bool(get(f"{kind}_parallel_num_weight_shards", 1) > ranks)
-
-
 def _kv_heads_are_shared(get: Settings) -> bool:
     """Whether tensor-parallel ranks hold query heads of the same KV head."""
     grouped = get("group_query_attention", True)
@@ -238,9 +230,13 @@ _SOME_VALUES: dict[str, Callable[[Settings], object]] = {
     "--enable-mhc-connections": lambda get: (
         get("enable_mhc_connections") or get("enable_hyper_connections")
     ),
-    "--tensor-parallel-num-weight-shards": lambda get: _more_shards_than_ranks(get, "tensor"),
-    "--expert-tensor-parallel-num-weight-shards": lambda get: _more_shards_than_ranks(
-        get, "expert_tensor"
+    # Weights are cut further than among their ranks.
+    "--tensor-parallel-num-weight-shards": lambda get: (
+        get("tensor_parallel_num_weight_shards", 1) > get("tensor_model_parallel_size", 1)
+    ),
+    "--expert-tensor-parallel-num-weight-shards": lambda get: (
+        get("expert_tensor_parallel_num_weight_shards", 1)
+        > get("expert_tensor_parallel_size", get("tensor_model_parallel_size", 1))
     ),
     "--moe-token-dispatcher-type": lambda get: (
         _has_experts(get) and get("moe_token_dispatcher_type") == "allgather"

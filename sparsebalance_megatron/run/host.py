@@ -29,7 +29,6 @@ from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check
 from sparsebalance_megatron.megatron.packed_seq_params import LayoutCache, local_micro_batches
 from sparsebalance_megatron.megatron.sequence_groups import (
     data_parallel_group,
-    data_parallel_size,
     make_sequence_groups,
 )
 from sparsebalance_megatron.megatron.settings import dtype_name, host_job, token_multiple
@@ -331,7 +330,7 @@ def begin_host_run(
     job = host_job(
         transformer_config,
         vocab_size=vocab_size,
-        data_parallel_size=data_parallel_size() * transformer_config.context_parallel_size,
+        data_parallel_size=data_parallel_group().size() * transformer_config.context_parallel_size,
         max_sample_tokens=max_sample_tokens,
         global_batch_size=global_batch_size,
         pad_samples_to=pad_samples_to,

@@ -71,11 +71,6 @@ class Inputs:
         """The layout of the largest training step."""
         return self.settings.host_job.layout
 
-    @property
-    def attention_options(self) -> AttentionOptions:
-        """Options of the model's layers."""
-        return attention_options(self.plan_settings, self.grid, self.cost)
-
     def with_kept_dense_length(self, state: Mapping[str, Any]) -> "Inputs":
         """These inputs, with the length that a saved state keeps, if it does and costs decide."""
         tokens = kept_dense_length(state, self.plan_settings, self.cost)

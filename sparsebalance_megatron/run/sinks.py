@@ -79,11 +79,6 @@ class StepSinks:
             self._step_log = LogWriter(step_log_path(directory), header, max_bytes=max_bytes)
         self._writers = metric_writers()
 
-    @property
-    def any(self) -> bool:
-        """Whether this rank writes anything."""
-        return self._rank_log is not None or self._writers is not None
-
     def write(self, step: FinishedStep) -> None:
         """Hand the step to everything that wants it."""
         if self._rank_log is not None:
@@ -110,7 +105,7 @@ def run_header(inputs: Inputs, device: torch.device, world_size: int) -> RunHead
         config=asdict(inputs.config),
         cost_source=inputs.cost.source,
         job=replace(inputs.job, order=None),
-        global_batch_size=inputs.settings.global_batch_size,
+        global_batch_size=inputs.settings.batch_sizes.largest,
         seq_length=inputs.settings.seq_length,
         iterations=inputs.settings.train_iters,
         grid=inputs.grid,

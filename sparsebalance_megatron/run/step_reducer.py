@@ -126,25 +126,24 @@ class StepReducer:
             times_2VM[:] = math.nan
             segments_ms = defaultdict(list)
             for span in times.spans:
-                place = list(Direction).index(Direction(span.direction)), span.chunk, span.position
-                segments_ms[place].append(span.ms)
-            for place, each_ms in segments_ms.items():
+                which = list(Direction).index(Direction(span.direction)), span.chunk, span.position
+                segments_ms[which].append(span.ms)
+            for which, each_ms in segments_ms.items():
                 # Where a segment is unmeasured, the micro-batch is.
-                if len(each_ms) == segments_M[place[2]]:
-                    times_2VM[place] = sum(each_ms)
+                if len(each_ms) == segments_M[which[2]]:
+                    times_2VM[which] = sum(each_ms)
             inside_VMYXZ = part["inside"][here]
             if times.collectives is None:
                 inside_VMYXZ[:] = math.nan
-            for inside in times.collectives or ():
-                inside_VMYXZ[inside.place] += inside.ms
+            for place, ms in times.collectives or ():
+                inside_VMYXZ[place] += ms
             part["schedule"][here] = times.schedule_ms
             flat = copied_to(host, self.device)
             self._put(_views(flat, shapes), here, observed, loss_and_tokens)
         else:
             flat = copied_to(host, self.device)
-        own_O = torch.empty(0, dtype=torch.float64, device=self.device)
-        if observed.values_OC is not None:
-            own_O = observed.values_OC[:, EXECUTED]
+        values_OC = observed.values_OC
+        own_O = flat[:0] if values_OC is None else values_OC[:, EXECUTED]
         summed, own_O = self._sum(flat, own_O)
         return self._measurement(_views(summed, shapes)), own_O.numpy()
 

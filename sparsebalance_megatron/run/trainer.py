@@ -29,7 +29,10 @@ from sparsebalance_megatron.megatron.core_attention import (
 )
 from sparsebalance_megatron.megatron.kernel_check import KernelCheckError, check_kernels
 from sparsebalance_megatron.megatron.planned_schedule import ForwardBackward, as_planned
-from sparsebalance_megatron.megatron.sequence_groups import data_parallel_size, make_sequence_groups
+from sparsebalance_megatron.megatron.sequence_groups import (
+    data_parallel_group,
+    make_sequence_groups,
+)
 from sparsebalance_megatron.megatron.settings import RunSettings
 from sparsebalance_megatron.megatron.unsupported import DATA_FLAGS
 from sparsebalance_megatron.plan.pipeline.orders import Schedule
@@ -41,7 +44,13 @@ from sparsebalance_megatron.run.agreement import (
     take_over,
 )
 from sparsebalance_megatron.run.forward_step import ForwardStep
-from sparsebalance_megatron.run.inputs import Inputs, checked_config, fingerprint, read_inputs
+from sparsebalance_megatron.run.inputs import (
+    Inputs,
+    attention_options,
+    checked_config,
+    fingerprint,
+    read_inputs,
+)
 from sparsebalance_megatron.run.micro_batches import MicroBatchIterator, SequencePacking
 from sparsebalance_megatron.run.run import IntegrationError, Run
 from sparsebalance_megatron.run.sinks import StepSinks, prepare_log_directory
@@ -75,7 +84,7 @@ class TrainerRun:
         self.all_stages_read = False
         self.keep_state: Callable[[Callable[[], dict[str, Any]]], None] = lambda state_dict: None
         self.make_scheduler: Callable[[Inputs], Scheduler] = Inputs.scheduler
-        self._options = inputs.attention_options
+        self.options = attention_options(inputs.plan_settings, inputs.grid, inputs.cost)
         self._transformer_config = transformer_config
         self._ends_steps = self._runs_as_planned = ends_steps
         self._run: Run | None = None
@@ -101,8 +110,8 @@ class TrainerRun:
         """Give the decoder's layer spec with core attention replaced, for ``GPTModel``; see
         :func:`.replace_core_attention`. ``spec``: None is what Megatron chooses for the model."""
         if spec is None:
-            return sparse_balance_layer_spec(self._options)(self._transformer_config, vp_stage)
-        return replace_core_attention(spec, self._options)
+            return sparse_balance_layer_spec(self.options)(self._transformer_config, vp_stage)
+        return replace_core_attention(spec, self.options)
 
     def wrap_forward_step(self, forward_step: Callable[..., Any]) -> "ForwardStep":
         """Make a forward step of planned, measured micro-batches around the trainer's own.
@@ -213,11 +222,10 @@ class TrainerRun:
             ends_steps=self._ends_steps,
             extra_steps=extra_steps,
             agreement=packing.agreement,
-            leaves_attention=self._options.leaves_attention,
+            leaves_attention=self.options.leaves_attention,
             token_counts=self._token_counts,
         )
-        sinks = StepSinks(inputs, run.place, self.device)
-        run.sinks = sinks if sinks.any else None
+        run.sinks = StepSinks(inputs, run.place, self.device)
         return run
 
     def _learn(self, planned: PlannedStep, measured: StepMeasurement) -> None:
@@ -318,7 +326,7 @@ class TrainerRun:
             raise IntegrationError("load_state_dict: call it before train_data_iterator")
         self._loaded_state = state
         self.inputs = self.inputs.with_kept_dense_length(state)
-        self._options.config = self.inputs.config
+        self.options.config = self.inputs.config
 
 
 def begin_run(
@@ -367,7 +375,7 @@ def begin_run(
     settings = RunSettings.from_transformer_config(
         transformer_config,
         vocab_size=vocab_size,
-        data_parallel_size=data_parallel_size(),
+        data_parallel_size=data_parallel_group().size(),
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         batch_sizes=BatchSizes.constant(global_batch_size),

@@ -51,7 +51,7 @@ class TrainingHooks:
         run.keep_state = arguments.keep_state
         inner = partial(packed_forward_step, arguments.check_for_nan)
         self.forward_step: Callable[[Any, Any], Any] = run.wrap_forward_step(inner)
-        self._options = inputs.attention_options
+        self._options = run.options
         self.layer_spec = sparse_balance_layer_spec(self._options)
 
     def watching_repetitions(self) -> Repetitions:
@@ -112,11 +112,11 @@ def make_training_hooks(
     # Checkpoints hold what was trained with, not where it came from.
     for name in ("layer_budgets", "dense_up_to"):
         setattr(args, destination(name), getattr(inputs.config, name))
-    if not inputs.dense_by_costs:
-        inputs = replace(inputs, dense_counted=getattr(args, DENSE_COUNTED, False))
+    by_costs = inputs.dense_by_costs
+    counted = inputs.dense_counted if by_costs else getattr(args, DENSE_COUNTED, False)
+    setattr(args, DENSE_COUNTED, counted)
     # What the checkpoint decides is decided.
-    inputs = replace(inputs, dense_by_costs=False)
-    setattr(args, DENSE_COUNTED, inputs.dense_counted)
+    inputs = replace(inputs, dense_by_costs=False, dense_counted=counted)
     setattr(args, destination("sensitivity"), None)
     device = torch.device("cpu" if device_type == "cpu" else f"cuda:{args.local_rank}")
     return TrainingHooks(TrainingArguments(args), inputs, device)

@@ -141,7 +141,8 @@ def test_the_multiple_is_megatrons_in_every_sequence_parallel_part(
 def _arguments(dense_up_to: str | None, **others: Any) -> Namespace:
     """Of a run; None is one before there was the flag."""
     values = {"block_size": 256, "base_budget": 32, "selection": "previous-block"} | others
-    values |= {"first_blocks": 1, "sensitivity": values.get("sensitivity")}
+    values = dict.fromkeys(("sensitivity", "layer_budgets", "cost_table")) | values
+    values |= {"first_blocks": 1}
     if dense_up_to is not None:
         values["dense_up_to"] = dense_up_to
     names = {f"sparse_balance_{name}": value for name, value in values.items()}
@@ -205,11 +206,13 @@ def test_a_counted_length_of_a_checkpoint_gives_way_to_a_cost_table(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for counted, found in ((True, "auto"), (False, "4096")):
-        trained = _arguments("4096", dense_up_to_counted=counted)
+        trained = _arguments("4096", dense_up_to_counted=counted, layer_budgets="3:0 14:1")
         monkeypatch.setattr(training_arguments, "arguments_of_weights", lambda _, was=trained: was)
-        now = _open(cost_table="table.json")
-        (line,) = settle_attention(now)
+        given = {"sensitivity": "sensitivity.json", "layer_budgets": None}
+        now = _open(cost_table="table.json", **given)
+        line, _ = settle_attention(now)
         assert now.sparse_balance_dense_up_to == found
+        assert now.sparse_balance_layer_budgets == "3:0 14:1"
         assert ("4096 was counted" in line) == counted
 
 

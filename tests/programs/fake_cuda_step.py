@@ -30,11 +30,12 @@ from sparsebalance_megatron.megatron import cpu  # noqa: E402
 cpu.install()
 
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import triton  # noqa: E402
 from drawn_segments import plan_with_drawn_segments  # noqa: E402
-from fake_cuda import HOPPER, FakeCuda, Launches, TritonLaunch  # noqa: E402
+from fake_cuda import FakeCuda, Launches, TritonLaunch, fake_cuda  # noqa: E402
 from megatron.core.distributed import param_and_grad_buffer  # noqa: E402
 from megatron.core.optimizer import optimizer  # noqa: E402
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker  # noqa: E402
@@ -150,20 +151,10 @@ def cuda_type(x: Tensor, *to: Any, real: Callable[..., Any] = Tensor.type) -> An
 @contextlib.contextmanager
 def on_cuda() -> Iterator[None]:
     """The CPU adapter's answers are put aside, and tensors are fake."""
-    answers = {
-        "current_device": lambda: 0,
-        "get_device_capability": lambda *_: HOPPER,
-        "device": lambda _: contextlib.nullcontext(),
-        "device_of": lambda _: contextlib.nullcontext(),
-        "synchronize": count_wait,
-    }
-    saved = {name: getattr(torch.cuda, name) for name in answers}
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-    with torch._C.DisableTorchFunction(), MODE:
+    with pytest.MonkeyPatch.context() as patch, torch._C.DisableTorchFunction(), fake_cuda(MODE):
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "synchronize", count_wait)
         yield
-    for name, answer in saved.items():
-        setattr(torch.cuda, name, answer)
 
 
 def build(*arguments: Any, inner: Any = training.setup_model_and_optimizer, **keywords: Any) -> Any:
@@ -220,7 +211,6 @@ def main() -> None:
     training.train_step = one_step
     torch.nn.Module._apply = moved
     Tensor.numpy, Tensor.type = of_ones, cuda_type
-    Tensor.pin_memory = lambda x, *_: x
     Tensor.record_stream = lambda *_: None
     pretrain_gpt._train("cuda")
 

@@ -15,7 +15,6 @@ import torch
 
 from sparsebalance_megatron.attention.layout import packed_layout
 from sparsebalance_megatron.learn.measurement import (
-    CollectiveTime,
     RankPlace,
     Span,
     StepMeasurement,
@@ -91,16 +90,11 @@ def reduce_on_rank(rank: int, digest: bytes) -> StepMeasurement:
             # Rank 1 waits 0.5 ms in a collective of forward 0, rank 0 6 ms in two of backward 0. In
             # backward 1 each waits 3 ms in a segment of its own, 1 ms in a pass of its own.
             collectives=(
-                CollectiveTime("forward", 0, 0, 1, 0.25),
-                CollectiveTime("forward", 0, 0, 2, 0.25 + 0.5 * rank),
-                *(CollectiveTime("backward", 0, 0, x, 1.0 + 3.0 * (1 - rank)) for x in (4, 5)),
-                *(
-                    CollectiveTime("backward", 0, 1, x, 0.5 + waits, segment, passes_before)
-                    for x, segment, passes_before, waits in (
-                        *((4, 0, 0, 3.0 * (1 - rank)), (4, 1, 0, 3.0 * rank)),
-                        *((5, 1, 0, 1.0 * (1 - rank)), (5, 1, 1, 1.0 * rank)),
-                    )
-                ),
+                ((0, 0, 0, 1, 0), 0.25),
+                ((0, 0, 0, 2, 0), 0.25 + 0.5 * rank),
+                *(((0, 0, 0, number, 1), 1.0 + 3.0 * (1 - rank)) for number in (4, 5)),
+                *(((0, 1, 0, 4, 1), 0.5 + 3.0 * (1 - rank)), ((0, 1, 1, 4, 1), 0.5 + 3.0 * rank)),
+                *(((0, 1, 1, 5, 1), 0.5 + 1.0 * (1 - rank)), ((0, 1, 1, 5, 2), 0.5 + 1.0 * rank)),
             ),
         ),
         observed=ObservedCoverage.gather((seen(rank, layer) for layer in (0, 1)), BUCKETS),

@@ -234,8 +234,6 @@ SHARED_ROWS = {
         "experts unbalanced", 4, f"{CONTEXT} --expert-model-parallel-size 2 {PLANNED_CP_SIZES}"
     ),
     "context-layers": Layout("layers", 2, f"{CONTEXT} {PLANNED_CP_SIZES}"),
-    "lengths-shared": Layout("lengths", 2, f"{SHARED_BY_2} {PLANNED_CP_SIZES} {CAPPED}"),
-    "exact-shared": Layout("exact", 2, f"{SHARED_BY_2} {CAPPED} {RECOMPUTE} uniform"),
     "own-shared": Layout("exact", 2, f"{SHARED_BY_2} {CAPPED} {SELECTIVE}", OWN_ATTENTION),
     "own-context-pipeline": Layout("exact", 4, f"{CONTEXT} {PIPELINE}", OWN_ATTENTION),
     "own-context-tensor-sequence": Layout(
@@ -254,7 +252,6 @@ SHARED_ROWS = {
     ),
     "own-context-latent": Layout("own latent", 2, CONTEXT, OWN_ATTENTION),
     "exact-shared4": Layout("exact", 4, f"{SHARED_BY_4} {OVERLAP}", DRAWN_CP_SIZES),
-    "exact-context": Layout("exact", 4, f"{CONTEXT} {SELECTIVE}"),
     "exact-context-tensor-sequence": Layout(
         "exact", 4, f"{CONTEXT} {TENSOR} {SEQUENCE}", WITH_NORMS
     ),
@@ -284,7 +281,6 @@ CUTS = {
     "segments-blend": ("blend", 4, f"{TENSOR} --sequence-parallel"),
     "segments-conversations": ("conversations", 4, "--micro-batch-size 2"),
     "segments-recompute": ("llama", 4, f"{RECOMPUTE} block"),
-    "segments-recompute-selective": ("llama", 2, SELECTIVE),
     "segments-tensor-sequence": ("llama", 4, f"{TENSOR} --sequence-parallel {SELECTIVE}"),
     "segments-bf16": ("llama bf16", 4, "--use-distributed-optimizer"),
     "segments-tied-tensor": ("gpt2", 4, f"{TENSOR} --account-for-loss-in-pipeline-split"),
@@ -302,7 +298,6 @@ CUTS = {
     "segments-lengths": ("lengths", 2, ""),
     "segments-exact": ("exact", 2, ""),
     "segments-shared-exact": ("exact", 4, f"{SHARED_BY_2} {RECOMPUTE} uniform"),
-    "segments-experts": ("experts unbalanced", 4, ""),
     "segments-expert-parallel": ("experts unbalanced", 4, "--expert-model-parallel-size 2"),
     "segments-experts-tensor-sequence": ("experts unbalanced", 4, f"{TENSOR} --sequence-parallel"),
 }

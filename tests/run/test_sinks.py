@@ -135,8 +135,6 @@ def documented_scalars(page: str) -> set[str]:
         for name in spelt:
             if name.endswith("-P"):
                 names |= {f"{name[:-1]}{stage}" for stage in range(STAGES)}
-            elif name.endswith("-N"):
-                names |= {f"{name[:-1]}{quarter}" for quarter in range(1, 5)}
             else:
                 names.add(name)
     return names

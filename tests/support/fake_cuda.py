@@ -182,11 +182,13 @@ class PeakMemory(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def fake_cuda() -> Iterator[FakeTensorMode]:
-    """A context in which tensors on ``CUDA`` are fake, and nothing is pinned."""
+def fake_cuda(mode: FakeCuda | None = None) -> Iterator[FakeTensorMode]:
+    """A context in which tensors on ``CUDA`` are fake, those of ``mode`` or new ones, and nothing
+    is pinned."""
     # Deterministic mode fills what is empty, which is a launch.
     torch.use_deterministic_algorithms(False)
-    with pytest.MonkeyPatch.context() as patch, FakeCuda(allow_non_fake_inputs=True) as mode:
+    mode = mode or FakeCuda(allow_non_fake_inputs=True)
+    with pytest.MonkeyPatch.context() as patch, mode:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: HOPPER)
         # What a launcher enters so that its kernel runs where its tensors lie.
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
