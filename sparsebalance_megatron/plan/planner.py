@@ -5,7 +5,7 @@ The shortest of all :mod:`.candidates` has its budgets tuned (:mod:`.budgets`) a
 """
 
 from dataclasses import replace
-from itertools import chain, pairwise, starmap
+from itertools import pairwise, starmap
 
 import numpy as np
 
@@ -13,9 +13,11 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms, step_bounds
 from sparsebalance_megatron.plan.budgets.policy import (
     TunedBudgets,
+    in_order,
     leading_LS,
     step_problem,
     tune,
+    with_leading,
 )
 from sparsebalance_megatron.plan.candidates import best_candidate
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
@@ -48,12 +50,12 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     """
     problem = step_problem(inputs)
     best = best_candidate(problem)
-    where, tuned = best.arrangement, tune(best.problem, best.arrangement)
+    where = best.arrangement
+    tuned = tune(with_leading(best.problem, where), where)
     problem = problem.with_positions(best.problem.job.micro_batches)
     if best.problem.job.data_parallel_size < problem.job.data_parallel_size:
         where = Arrangement.of_placement(where.samples, problem.job.context_parallel_size)
-    order_I = _in_order(problem, where, tuned.dense_LS)
-    # Layers find dense documents side by side, first in their micro-batch.
+    order_I = in_order(problem, where, tuned.dense_LS)
     leading = leading_LS(tuned.dense_LS, order_I, where.micro_batch_of_S)
     tuned = replace(tuned, dense_LS=leading)
     plan = StepPlan(
@@ -72,20 +74,6 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         replace(inputs.plan_settings, max_tokens_per_micro_batch=cap_tokens),
     )
     return plan
-
-
-def _in_order(problem: StepProblem, arrangement: Arrangement, dense_LS: np.ndarray) -> np.ndarray:
-    """The samples of all micro-batches, one after another.
-
-    Those of a micro-batch in one piece that most layers attend to densely are first, so that these
-    find them side by side; else samples keep their order. A caller's own placement keeps its order,
-    too: the caller may have packed by it.
-    """
-    sample_I = np.array([*chain.from_iterable(chain.from_iterable(arrangement.samples))])
-    if problem.inputs.placement is not None or arrangement.segment_starts_blocks:
-        return sample_I
-    dense_layers_I, place_I = dense_LS.sum(axis=0)[sample_I], arrangement.micro_batch_of_S[sample_I]
-    return sample_I[np.lexsort((-dense_layers_I, place_I))]
 
 
 def _micro_batches(

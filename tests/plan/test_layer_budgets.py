@@ -173,6 +173,14 @@ def test_no_raised_layer_takes_longer_than_dense_attention(lockstep_ranks):
     assert jumped
 
 
+@pytest.mark.parametrize("seed", [1, 38, 50])
+def test_raised_budgets_leave_room_for_lists_behind_other_documents(seed):
+    """In segments samples keep their order, so that not all short documents are dense."""
+    lengths = random_lengths(32, seed, longest=2**15)
+    choices = {"dense_up_to": 2048, "max_segments": 4, "segment_tokens": 256, "plan_ms": 2.0}
+    planned_no_slower(step_inputs(job_shape(2, 4, 2), lengths, seed, **choices), {"tuning": "off"})
+
+
 def raised(seed, **changes):
     """Inputs under tuning raise that lift some documents to dense attention."""
     cost, base = counted(0.13), (8, 24)[seed % 2]
