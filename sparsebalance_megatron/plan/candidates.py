@@ -21,11 +21,9 @@ whose candidates differ in their operations, is :mod:`.search.segments`. Micro-b
 context-parallel size are placed on the job whose ranks are its context-parallel groups.
 """
 
-import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -36,11 +34,12 @@ from sparsebalance_megatron.plan.bounds import step_bounds
 from sparsebalance_megatron.plan.budgets.policy import tune
 from sparsebalance_megatron.plan.pipeline.operation_times import imbalance, rounded_ms
 from sparsebalance_megatron.plan.pipeline.orders import most_tokens_in_flight
-from sparsebalance_megatron.plan.search.annealing import anneal
+from sparsebalance_megatron.plan.search.annealing import Annealing
 from sparsebalance_megatron.plan.search.balance import arrival, balanced, packed_rows
 from sparsebalance_megatron.plan.search.cp_size_start import cp_size_start
 from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.search.segments import SegmentSearch
+from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
 LEAST_GAIN = 0.99
@@ -61,19 +60,12 @@ _FALL_TO_ENDS = 0.85
 """How much lower than a row in the middle of the schedule one at its very end is, as a share."""
 
 
-class _Limit(NamedTuple):
-    """What a search may take, as a share of the step's time, during the step before; and within
-    which ratio of the lower bound it ends."""
-
-    share_of_step: float
-    ratio_to_bound: float
-
-
-_ONE_SAMPLE_EACH = _Limit(0.02, 1.001)
-_PACKED = _Limit(0.06, 1.001)
-"""Several samples a micro-batch: there are more placements to tell apart."""
-_WITH_CP_SIZES = _Limit(0.10, 1.005)
-"""Ranks that wait for one another are simulated together, few candidates at a time."""
+_SHARE_OF_STEP, _SHARE_PACKED, _SHARE_WITH_CP_SIZES = 0.02, 0.06, 0.10
+"""What a search may take of the step's time, during the step before: with one sample a micro-batch;
+with several, where there are more placements to tell apart; and where ranks that wait for one
+another are simulated together, few candidates at a time."""
+_RATIO_TO_BOUND, _RATIO_TO_BOUND_WITH_CP_SIZES = 1.001, 1.005
+"""Within which ratio of the lower bound a search ends."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,7 +116,7 @@ def best_candidate(problem: StepProblem) -> Candidate:
     Raises:
         PlanError: no placement exists, or the one given is not of this job.
     """
-    placed = problem.inputs.placement
+    placed, plan_settings = problem.inputs.placement, problem.plan_settings
     if isinstance(placed, Arrangement):
         return Candidate.of(problem.with_positions(placed.cp_sizes_RM.shape[1]), placed, "arrival")
     if placed is not None:
@@ -132,20 +124,26 @@ def best_candidate(problem: StepProblem) -> Candidate:
     try:
         equal = min(_of_equal_cp_size(problem.of_groups), key=_makespan_ms)
     except PlanError:
-        if not problem.plan_settings.plans_cp_sizes:
+        if not plan_settings.plans_cp_sizes:
             raise
         # The cap may ask for micro-batches that more ranks share.
         equal = None
-    whole = equal
-    if problem.plan_settings.plans_cp_sizes:
-        whole = _with_cp_sizes(problem, equal)
+    whole = _with_cp_sizes(problem, equal) if plan_settings.plans_cp_sizes else equal
     assert whole is not None, "cp_sizes are planned where no equal ones are found"
-    limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
     cut = []
-    if problem.plan_settings.plans_segments(problem.job):
+    if plan_settings.plans_segments(problem.job):
         cut = _in_segments(problem, equal, whole)
+    limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
     shorter = [each for each in cut if each.makespan_ms < limit_ms]
     return min(shorter or [whole], key=_makespan_ms)
+
+
+def _if_possible(make: Callable[..., Candidate], *arguments: object) -> list[Candidate]:
+    """The candidate that this makes; none where no placement exists."""
+    try:
+        return [make(*arguments)]
+    except PlanError:
+        return []
 
 
 def _as_placed(problem: StepProblem, placement: Placement) -> Candidate:
@@ -174,20 +172,9 @@ def _of_equal_cp_size(problem: StepProblem) -> list[Candidate]:
         PlanError: none of the policy's placements exists.
     """
     batching = problem.plan_settings.config.batching
-    simple: tuple[Batching, ...] = (batching,)
-    if batching == "makespan":
-        simple = ("arrival", "length", "latency")
-    found, failures = [], []
-    for name in simple:
-        try:
-            found.append(_placed(problem, name))
-        except PlanError as error:
-            failures.append(error)
-    if not found:
-        try:
-            return [_placed(problem, "arrival")]
-        except PlanError:
-            raise failures[-1] from None
+    names = ("arrival", "length", "latency") if batching == "makespan" else (batching,)
+    found = [each for name in names for each in _if_possible(_placed, problem, name)]
+    found = found or _if_possible(_placed, problem, "arrival") or [_placed(problem, names[-1])]
     if batching == "makespan":
         starts, effort = found[-1:], 1.0
         if problem.job.lockstep_ranks > 1:
@@ -213,22 +200,22 @@ def _placed(problem: StepProblem, batching: Batching) -> Candidate:
 def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Candidate:
     """What the search makes of a start, with a part of the effort that one search may take."""
     problem = start.problem
-    job, packed = problem.job, len(problem.lengths_tokens) > problem.job.places
-    limit = _WITH_CP_SIZES if max_cp_size > 1 else _PACKED if packed else _ONE_SAMPLE_EACH
-    found = anneal(
-        start.arrangement,
-        problem.costs,
-        problem.expected_2SX,
-        rules=Rules(
-            cap_tokens=problem.cap_tokens,
-            max_cp_size=max_cp_size,
-            lockstep_ranks=job.lockstep_ranks,
-        ),
-        plan_ms=effort * problem.search_ms(start.makespan_ms, limit.share_of_step),
-        enough_ms=limit.ratio_to_bound * _bound_ms(problem, max_cp_size),
-        spends_all=problem.plan_settings.config.plan_ms is not None,
+    job = problem.job
+    share, ratio = _SHARE_OF_STEP, _RATIO_TO_BOUND
+    if max_cp_size > 1:
+        share, ratio = _SHARE_WITH_CP_SIZES, _RATIO_TO_BOUND_WITH_CP_SIZES
+    elif len(problem.lengths_tokens) > job.places:
+        share = _SHARE_PACKED
+    rules = Rules(
+        cap_tokens=problem.cap_tokens, max_cp_size=max_cp_size, lockstep_ranks=job.lockstep_ranks
     )
-    return Candidate.of(problem, found)
+    plan_ms = effort * problem.search_ms(start.makespan_ms, share)
+    search = Annealing(
+        start.arrangement, problem.costs, problem.expected_2SX, rules, SearchEffort(plan_ms)
+    )
+    enough_ms = ratio * _bound_ms(problem, max_cp_size)
+    spends_all = problem.plan_settings.config.plan_ms is not None
+    return Candidate.of(problem, search.best(enough_ms, spends_all))
 
 
 def _bound_ms(problem: StepProblem, max_cp_size: int) -> float:
@@ -310,26 +297,21 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
     near_ms = rounded_ms(_SKIP_RATIO_TO_BOUND * _bound_ms(problem, limit))
     if best is not None and best.makespan_ms <= near_ms:
         return best
-    largest, failures = 1, []
     effort = min(1.0, _FULL_EFFORT_CP_SIZE.bit_length() / limit.bit_length())
+    numbers = [problem.job.micro_batches]
+    while problem.plans_positions and numbers[-1] > 1:
+        numbers.append(numbers[-1] // 2)
+    steps = [problem.with_positions(number) for number in numbers]
+    largest = 1
     while largest < limit:
         largest *= 2
-        starts, positions = [], problem.job.micro_batches
-        while positions:
-            try:
-                starts.append(_shared_start(problem.with_positions(positions), largest))
-            except PlanError as error:
-                failures.append(error)
-            positions = positions // 2 if problem.plans_positions else 0
+        starts = [each for step in steps for each in _if_possible(_shared_start, step, largest)]
         found = [] if best is None else [best]
         if best is not None and best.problem.job.data_parallel_size == ranks:
             found.append(_searched(best, largest, effort * _EFFORT_FROM_BEST))
         found += [_searched(start, largest, effort / len(starts)) for start in starts]
-        if found:
-            best = min(found, key=_makespan_ms)
-    if best is None:
-        raise failures[-1]
-    return best
+        best = min(found, key=_makespan_ms, default=None)
+    return best or _shared_start(steps[-1], limit)
 
 
 def _shared_start(problem: StepProblem, max_cp_size: int) -> Candidate:
@@ -345,17 +327,15 @@ def _shared_start(problem: StepProblem, max_cp_size: int) -> Candidate:
     slowness = {factor for _, factor in problem.costs.exchange.cp_size_slowness}
     halvings = max(1, max_cp_size.bit_length() - 1) if len(slowness) > 1 else 1
     widest = (max_cp_size >> halving for halving in range(halvings))
-    starts, failures = [], []
-    for most_over_mean, widest_cp_size in product(_MAX_WEIGHTS_OVER_MEAN, widest):
+
+    def start(most_over_mean: float, widest_cp_size: int) -> Candidate:
         rules = Rules(cap_tokens=problem.cap_tokens, max_cp_size=widest_cp_size)
-        try:
-            where = cp_size_start(weights_S, problem.costs, rules, most_over_mean)
-            starts.append(Candidate.of(problem, where))
-        except PlanError as error:
-            failures.append(error)
-    if not starts:
-        raise failures[-1]
-    return min(starts, key=_makespan_ms)
+        where = cp_size_start(weights_S, problem.costs, rules, most_over_mean)
+        return Candidate.of(problem, where)
+
+    choices = list(product(_MAX_WEIGHTS_OVER_MEAN, widest))
+    found = [each for choice in choices for each in _if_possible(start, *choice)]
+    return min(found or [start(*choices[-1])], key=_makespan_ms)
 
 
 def _in_segments(
@@ -369,15 +349,13 @@ def _in_segments(
         equal: the step of equal cp_sizes in one piece; None where there is none.
         whole: the shortest step in one piece.
     """
-    whole = equal or whole
-    most_tokens = _most_tokens(problem, whole.arrangement)
+    most_tokens = _most_tokens(problem, (equal or whole).arrangement)
     lockstep = problem.job.lockstep_ranks > 1
     starts = [] if equal is None else [equal.arrangement]
     if lockstep:
         starts += [each.arrangement for each in _rows(problem)]
     elif starts:
-        with contextlib.suppress(PlanError):
-            starts = [Arrangement.of_placement(problem.balanced_by(problem.expected_2SX))]
+        starts = [each.arrangement for each in _if_possible(_placed, problem, "latency")] or starts
     found = _cut(problem, starts, most_tokens)
     if not problem.plan_settings.plans_cp_sizes or lockstep:
         return found
@@ -389,16 +367,11 @@ def _in_segments(
     # takes as long there, both, as they may differ in the pipeline.
     one_stage, limit = problem.on_one_stage(), problem.plan_settings.max_cp_size
     starts = []
-    while limit > 1:
-        try:
-            start = _shared_start(one_stage, limit)
-        except PlanError:
-            # The cap asks for micro-batches that more ranks share.
-            break
-        searched = _searched(start, limit)
+    # The cap may ask for micro-batches that more ranks share than a limit allows.
+    while limit > 1 and (shared := _if_possible(_shared_start, one_stage, limit)):
+        searched = _searched(*shared, limit)
         starts.append(searched.arrangement)
-        if start.makespan_ms == searched.makespan_ms:
-            starts.append(start.arrangement)
+        starts += [each.arrangement for each in shared if each.makespan_ms == searched.makespan_ms]
         limit //= 2
     return found + _cut(problem, starts, most_tokens)
 

@@ -68,8 +68,8 @@ class Pipelines:
         )
         self._floor_2CYZ = np.stack(floors_CYZ)
         self._side_by_side = times.graph.last_PR.shape[1] > 1
-        every_YC = np.ogrid[: len(row_Y), :chunks]
-        rises_YC = (self.ms(*every_YC, 0) < self.ms(*every_YC, self.levels)).any(axis=0)
+        y, c = np.ogrid[: len(row_Y), :chunks]
+        rises_YC = (self.ms(y, c, 0) < self.ms(y, c, self.levels)).any(axis=0)
         rises_JC = np.zeros(self.shape_JC, dtype=bool)
         np.logical_or.at(rises_JC, self.unit_Y[self.first_Y], rises_YC[self.first_Y])
         self.rises_EU = rises_JC.reshape(self.groups, -1)

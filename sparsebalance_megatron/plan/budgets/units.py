@@ -17,6 +17,7 @@ groups of W ranks, X = E x M rows, Y segments of all ranks.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -130,14 +131,12 @@ def _micro_batches(
     """Ms [N, C, Q] that levels add to every chunk of the micro-batches that any level raises, on
     each of their ranks, after a row of zeros for all others, and the row of each micro-batch."""
     costs, place_S = problem.costs, where.micro_batch_of_S
-    layers_CL = costs.chunk_of_layer_L == np.arange(costs.chunks)[:, None]
     pair_ms_SC = costs.share_W[where.cp_size_S][:, None] * costs.pair_ms_C
     rank_S = place_S // costs.job.micro_batches
     pair_ms_SC *= costs.slowness(where.cp_size_S, rank_S, costs.chunk_of_X)
     rises_J = np.bincount(place_S, ladder.rises_S, costs.job.places) > 0
     row_J = np.cumsum(rises_J) * rises_J
-    rows = int(row_J.max()) + 1
-    return _growth_NXQ(problem, ladder, row_J[place_S], rows, layers_CL, pair_ms_SC), row_J
+    return _growth_NXQ(problem, ladder, row_J[place_S], rises_J.sum() + 1, pair_ms_SC), row_J
 
 
 def _rows(
@@ -145,24 +144,23 @@ def _rows(
 ) -> tuple[np.ndarray, BudgetsOfLevels]:
     """Ms that levels add to every chunk of rows, on each rank of a group, and budgets."""
     costs, job, place_S = problem.costs, problem.costs.job, where.micro_batch_of_S
+    ladder = replace(ladder, budgets_QLZ=ladder.budgets_QLZ[_MEMBER_LEVELS])
     layer_L1 = np.arange(job.layers)[:, None]
     place_XW = job.place_EMW.reshape(-1, job.lockstep_ranks)
 
     def by_row_XLWQ(values_JLQ: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(values_JLQ[place_XW].swapaxes(1, 2))
 
-    member_levels = np.arange(LEVELS + 1)[_MEMBER_LEVELS]
     floor_2SX = costs.at_cp_size(costs.sample_ms(problem.allowed.floor_LS), where.cp_size_S)
     floor_SL = floor_2SX[..., : job.layers].sum(axis=0)
-    every_L = np.eye(job.layers, dtype=bool)
     pair_ms_SL = costs.share_W[where.cp_size_S][:, None] * costs.pair_ms_L
-    ms_JLQ = _growth_NXQ(problem, ladder, place_S, job.places, every_L, pair_ms_SL, _MEMBER_LEVELS)
+    ms_JLQ = _growth_NXQ(problem, ladder, place_S, job.places, pair_ms_SL)
     ms_JLQ += _sums_J(floor_SL, place_S, job.places)[..., None]
     slowness_RL = costs.slowness_RP[:, costs.chunk_of_layer_L // job.virtual_stages]
     ms_JLQ *= np.repeat(slowness_RL, job.micro_batches, axis=0)[..., None]
     ms_XLWQ = by_row_XLWQ(ms_JLQ)
-    covered_SLQ = ladder.coverage_ZLQ[..., _MEMBER_LEVELS][ladder.size_S]
-    covered_XLWQ = by_row_XLWQ(_sums_J(covered_SLQ, place_S, job.places))
+    covered_JLQ = _sums_J(ladder.coverage_ZLQ[ladder.size_S], place_S, job.places)
+    covered_XLWQ = by_row_XLWQ(covered_JLQ)
 
     low_XL = ms_XLWQ[..., 0].max(axis=2)
     high_XL = np.maximum(ms_XLWQ[..., -1].max(axis=2), low_XL * ROUNDING)
@@ -194,21 +192,15 @@ def _rows(
     def budgets_LS(level_XC: np.ndarray) -> np.ndarray:
         level_LS = level_XC[row_S][:, costs.chunk_of_layer_L].T
         height_LS = height_QXL[level_LS, row_S, layer_L1]
-        return ladder.budgets_LS(member_levels[member_XLWI[row_S, layer_L1, member_S, height_LS]])
+        return ladder.budgets_LS(member_XLWI[row_S, layer_L1, member_S, height_LS])
 
     return growth_XCQ, budgets_LS
 
 
 def _growth_NXQ(
-    problem: StepProblem,
-    ladder: Ladder,
-    row_S: np.ndarray,
-    rows: int,
-    layers_XL: np.ndarray,
-    pair_ms_SX: np.ndarray,
-    levels: slice = slice(None),
+    problem: StepProblem, ladder: Ladder, row_S: np.ndarray, rows: int, pair_ms_SX: np.ndarray
 ) -> np.ndarray:
-    """Ms that some price levels add to micro-batches in sets of layers.
+    """Ms that levels add to micro-batches in every column that has layers.
 
     They are ``sum_S pair_ms_S (length_S a_S - b_S)``, where a and b are the sums over the layers of
     the terms of :meth:`.WorkModel.growth`.
@@ -216,9 +208,10 @@ def _growth_NXQ(
     Args:
         row_S: of the micro-batch of every sample.
     """
-    costs, budgets_QLZ = problem.costs, ladder.budgets_QLZ[levels]
+    costs, budgets_QLZ, columns = problem.costs, ladder.budgets_QLZ, pair_ms_SX.shape[1]
+    layers_XL = costs.column_of_L == np.arange(columns)[:, None]
     length_S1 = costs.length_blocks_S[:, None]
-    growth_NXQ = np.zeros((rows, len(layers_XL), len(budgets_QLZ)))
+    growth_NXQ = np.zeros((rows, columns, len(budgets_QLZ)))
     parts = _apart(row_S, np.flatnonzero(ladder.rises_S))
     for column, layers_L in enumerate(layers_XL):
         terms = costs.work.growth(budgets_QLZ[:, layers_L])

@@ -333,10 +333,15 @@ def most_tokens_in_flight(order: PipelineOrder, tokens_U: np.ndarray) -> np.ndar
 
     ``tokens_U``: [..., U] of every segment of every micro-batch.
     """
+    return np.asarray(tokens_in_flight(order, tokens_U).max(axis=-1))
+
+
+def tokens_in_flight(order: PipelineOrder, tokens_U: np.ndarray) -> np.ndarray:
+    """[..., P, O] tokens of chunk forwards whose backward has not ended, on each stage after each
+    of its operations; pipeline after pipeline."""
     tokens_PO = tokens_U[..., order.on_stage_PO % tokens_U.shape[-1]]
     is_forward_PO = order.on_stage_PO < order.on_stage_PO.size // 2
-    held_PO = np.where(is_forward_PO, tokens_PO, -tokens_PO).cumsum(axis=-1)
-    return np.asarray(held_PO.max(axis=-1))
+    return np.asarray(np.where(is_forward_PO, tokens_PO, -tokens_PO).cumsum(axis=-1))
 
 
 def _forwards_ahead(

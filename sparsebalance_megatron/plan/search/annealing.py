@@ -1,28 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local search over the places and cp_sizes of all micro-batches of a step.
+"""Searches the places and cp_sizes of all micro-batches of a step.
 
-*State*: where every sample is, and how many ranks share each micro-batch (:mod:`.state`). A rank
-group is as many neighbouring ranks as may share one, or as wait for one another in every layer; a
-rank by itself where none does. Pipelines of two groups never wait for one another. A lockstep group
-is simulated as one pipeline, whose operations take what the slowest member takes, and besides an
-equal share of the group's experts.
-
-*Start*: every rank group takes the best of a few orders of its positions (:func:`first_orders`).
-
-Every round:
-
-1. *Pair.* The rank groups are put into pairs at random. So all of them improve, not only the
-   slowest: what others save is room for it.
-2. *Draw.* Moves are drawn within every pair (:mod:`.moves`).
-3. *Simulate.* The pipelines of all pairs are simulated at once after each move.
-4. *Accept.* Each pair takes its best move, if that makes its objective less, or hardly more. The
-   *objective* of a
-   pair is its largest makespan, and a little of its mean one; what counts as hardly more falls from
-   ``_FIRST_TOLERANCE`` to ``_LAST_TOLERANCE``.
-
-It *stops* where the effort is spent, where it has drawn enough moves, where no round of many has
-found a shorter step, or where the step is short enough. The shortest step of all rounds is
-returned, so none is ever longer than the first.
+Pipelines of two rank groups (:mod:`.moves`) never wait for one another. A lockstep group is
+simulated as one pipeline, whose operations take what the slowest member takes, and besides an equal
+share of the group's experts. In every round the rank groups are put into pairs at random, so that
+all of them improve, not only the slowest: what others save is room for it. Moves are drawn within
+every pair, the pipelines of all pairs are simulated at once after each move, and each pair takes
+its best one.
 
 Shape legend: F forward, then backward of every chunk, B rank groups, E pairs of them, I moves or
 orders, W ranks of a group or pair, Y micro-batches that a move makes.
@@ -64,28 +48,13 @@ _IDLE_ROUNDS = 400
 """Rounds without a gain after which the search ends; of fewer samples, a round for each."""
 
 
-def anneal(
-    start: Arrangement,
-    costs: StepCosts,
-    work_2SX: np.ndarray,
-    *,
-    rules: Rules,
-    plan_ms: float,
-    enough_ms: float = 0.0,
-    spends_all: bool = False,
-) -> Arrangement:
-    """Change places, order and cp_sizes while ``plan_ms`` buys effort; never a longer step.
+class Annealing:
+    """Changes places, order and cp_sizes.
 
     Args:
         work_2SX: ms of every sample in the columns of the costs, on a rank by itself.
-        enough_ms: a step that takes so long or less ends the search.
-        spends_all: enough moves do not end the search.
     """
-    annealing = _Annealing(start, costs, work_2SX, rules, SearchEffort(plan_ms))
-    return annealing.best(enough_ms, spends_all)
 
-
-class _Annealing:
     def __init__(
         self,
         start: Arrangement,
@@ -107,8 +76,13 @@ class _Annealing:
             self._order()
         self.drawing = Drawing(self.state, work_2SX.sum(axis=(0, 2)), rules, self.numbers)
 
-    def best(self, enough_ms: float, spends_all: bool) -> Arrangement:
-        """The arrangement with the shortest step of all rounds."""
+    def best(self, enough_ms: float = 0.0, spends_all: bool = False) -> Arrangement:
+        """The arrangement with the shortest step of all rounds; never longer than at the start.
+
+        Args:
+            enough_ms: a step that takes so long or less ends the search.
+            spends_all: enough moves do not end the search.
+        """
         best, idle = (self.ms_R.max(), self.ms_R.sum()), 0
         place_S, cp_size_J = self.state.place_S.copy(), self.state.cp_size_J.copy()
         most = min(_IDLE_ROUNDS, self.samples)
@@ -131,12 +105,10 @@ class _Annealing:
                 place_S, cp_size_J = self.state.place_S.copy(), self.state.cp_size_J.copy()
         return Arrangement.of_places(place_S, cp_size_J.reshape(self.state.cp_sizes_RM.shape))
 
-    def _simulate(self, ms_IWMF: np.ndarray, cp_sizes_IWM: np.ndarray | None) -> np.ndarray:
+    def _simulate(self, ms_IWMF: np.ndarray, cp_sizes_IWM: np.ndarray) -> np.ndarray:
         """[I, W] makespans of the ranks of pairs."""
         moves, ranks, positions, _ = ms_IWMF.shape
         members = self.rules.lockstep_ranks
-        if cp_sizes_IWM is None:
-            cp_sizes_IWM = np.ones((moves, ranks, positions), dtype=np.int64)
         if members > 1:
             self.effort.spend(ms_IWMF.size // _MEMBER_TIMES_PER_OPERATION)
             ms_IWMF = self.contents.joined(ms_IWMF.reshape(moves, -1, members, *ms_IWMF.shape[2:]))
@@ -209,15 +181,13 @@ class _Annealing:
 
     def _after(
         self, moves: Moves, ranks_EW: np.ndarray, made_IYF: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Times and cp_sizes of the ranks of every move's pair after it; None where none share."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Times and cp_sizes of the ranks of every move's pair after it."""
         state, members = self.state, self.rules.group_ranks
         local_R = np.zeros(state.ranks, dtype=np.int64)
         local_R[ranks_EW] = np.arange(ranks_EW.shape[1])
         ranks_IW = ranks_EW[moves.pair_I]
-        ms_IWMF = state.ms_RMF[ranks_IW]
-        shared = self.rules.max_cp_size > 1
-        cp_sizes_IWM = state.cp_sizes_RM[ranks_IW] if shared else None
+        ms_IWMF, cp_sizes_IWM = state.ms_RMF[ranks_IW], state.cp_sizes_RM[ranks_IW]
         position_I2 = np.stack([moves.a_I, moves.b_I], axis=1) % state.positions
         group_I2 = np.stack([moves.a_I, moves.b_I], axis=1) // (state.positions * members)
         together_I = (moves.kind_I == Kind.POSITIONS) & (group_I2[:, 0] == group_I2[:, 1])
@@ -227,15 +197,13 @@ class _Annealing:
             rank, position = np.divmod(moves.place_IY[i, y], state.positions)
             w = local_R[rank] + offset
             ms_IWMF[i, w, position] = made_IYF[i, y]
-            if cp_sizes_IWM is not None:
-                cp_sizes_IWM[i, w, position] = cp_size_IY[i, y]
+            cp_sizes_IWM[i, w, position] = cp_size_IY[i, y]
         exchange = np.flatnonzero(together_I)
         i = exchange[:, None, None]
         w = local_R[group_I2[exchange, :1] * members + np.arange(members)][..., None]
         here, there = position_I2[exchange, None], position_I2[exchange, None, ::-1]
-        ms_IWMF[i, w, here] = ms_IWMF[i, w, there]
-        if cp_sizes_IWM is not None:
-            cp_sizes_IWM[i, w, here] = cp_sizes_IWM[i, w, there]
+        for values_IWM in (ms_IWMF, cp_sizes_IWM):
+            values_IWM[i, w, here] = values_IWM[i, w, there]
         return ms_IWMF, cp_sizes_IWM
 
     def _tolerance(self) -> float:

@@ -37,23 +37,17 @@ def arrival(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> Placeme
             "micro-batches; make the global batch a multiple of micro batch size x data-parallel "
             "size"
         )
-    placement = tuple(
-        tuple(
-            tuple(range(first := (m * job.data_parallel_size + d) * size, first + size))
-            for m in range(job.micro_batches)
+    shape = job.micro_batches, job.data_parallel_size, size
+    samples_RMI = np.arange(len(lengths_tokens)).reshape(shape).swapaxes(0, 1)
+    tokens_RM = np.asarray(lengths_tokens)[samples_RMI].sum(axis=2)
+    for rank_index, m in np.argwhere(tokens_RM > cap_tokens):
+        tokens = tokens_RM[rank_index, m]
+        raise PlanError(
+            f"arrival order: rank {rank_index}, micro-batch {m} has {tokens} tokens, the cap is "
+            f"{cap_tokens}; raise --sparse-balance-max-tokens-per-micro-batch to {tokens} or "
+            "choose another --sparse-balance-batching"
         )
-        for d in range(job.data_parallel_size)
-    )
-    for rank_index, rank in enumerate(placement):
-        for m, micro_batch in enumerate(rank):
-            tokens = sum(lengths_tokens[sample] for sample in micro_batch)
-            if tokens > cap_tokens:
-                raise PlanError(
-                    f"arrival order: rank {rank_index}, micro-batch {m} has {tokens} tokens, the "
-                    f"cap is {cap_tokens}; raise --sparse-balance-max-tokens-per-micro-batch to "
-                    f"{tokens} or choose another --sparse-balance-batching"
-                )
-    return placement
+    return tuple(tuple(map(tuple, of_rank)) for of_rank in samples_RMI.tolist())
 
 
 def balanced(
@@ -75,14 +69,22 @@ def balanced(
         PlanError: too few samples, or the samples do not fit under the cap.
     """
     _check_samples(lengths_tokens, job, cap_tokens)
-    weights_S = np.asarray(weights_S, dtype=np.float64)
-    tokens_S = np.asarray(lengths_tokens, dtype=np.int64)
-    slowness_R = np.ones(job.data_parallel_size) if slowness_R is None else slowness_R
-    arguments = weights_S, tokens_S, job, cap_tokens, slowness_R
-    ranks = _ranks_then_micro_batches(*arguments) or _micro_batches_then_ranks(*arguments)
-    return tuple(
-        tuple(sorted(tuple(sorted(micro_batch)) for micro_batch in rank)) for rank in ranks
+    weights, tokens, samples = (
+        list(map(float, weights_S)),
+        list(lengths_tokens),
+        range(len(weights_S)),
     )
+    slowness = [1.0] * job.data_parallel_size if slowness_R is None else slowness_R.tolist()
+    positions, alike = job.micro_batches, [1.0] * job.micro_batches
+    by_rank = _pack(samples, weights, tokens, slowness, cap_tokens * positions, minimum=positions)
+    ranks = [_pack(held, weights, tokens, alike, cap_tokens) for held in by_rank or ()]
+    if by_rank is None or None in ranks:
+        micro_batches = _in_micro_batches(weights, tokens, job.places, cap_tokens)
+        weight_J = [sum(weights[sample] for sample in held) for held in micro_batches]
+        one_J = [1] * job.places
+        by_rank = _pack(range(job.places), weight_J, one_J, slowness, positions, minimum=positions)
+        ranks = [[micro_batches[index] for index in held] for held in by_rank or ()]
+    return tuple(tuple(sorted(map(tuple, map(sorted, rank or ())))) for rank in ranks)
 
 
 def _check_samples(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> None:
@@ -100,66 +102,33 @@ def _check_samples(lengths_tokens: Sequence[int], job: Job, cap_tokens: int) -> 
         )
 
 
-def _ranks_then_micro_batches(
-    weights_S: np.ndarray,
-    tokens_S: np.ndarray,
-    job: Job,
-    cap_tokens: int,
-    slowness_R: np.ndarray,
-) -> list[list[list[int]]] | None:
-    positions = job.micro_batches
-    by_rank = _pack(
-        weights_S, tokens_S, slowness_R, capacity=cap_tokens * positions, minimum=positions
+def _in_micro_batches(
+    weights: list[float], tokens: list[int], places: int, cap_tokens: int
+) -> list[list[int]]:
+    """Samples by micro-batch, as the cap allows: by weight, else by tokens, else each where it
+    leaves least room."""
+    samples, alike, tokens_S = range(len(tokens)), [1.0] * places, np.array(tokens)
+    by_tokens = list(map(float, tokens))
+    for by in (weights, by_tokens):
+        if found := _pack(samples, by, tokens, alike, cap_tokens):
+            return found
+    full_J = np.full(places, float(cap_tokens))
+    for packing in packed_rows(tokens_S, tokens_S, places, 1, cap_tokens, full_J):
+        return [list(micro_batch) for (micro_batch,) in packing]
+    loose = _pack(samples, by_tokens, tokens, alike, sum(tokens)) or []
+    enough = max(sum(tokens[sample] for sample in micro_batch) for micro_batch in loose)
+    raise PlanError(
+        f"{len(tokens)} samples of {sum(tokens)} tokens do not fit into {places} "
+        f"micro-batches of {cap_tokens} tokens; "
+        f"--sparse-balance-max-tokens-per-micro-batch {enough} would do"
     )
-    ranks = []
-    for rank in by_rank or ():
-        members = np.array(rank)
-        micro_batches = _pack(
-            weights_S[members], tokens_S[members], np.ones(positions), capacity=cap_tokens
-        )
-        if micro_batches is None:
-            return None
-        ranks.append([[rank[item] for item in micro_batch] for micro_batch in micro_batches])
-    return ranks or None
-
-
-def _micro_batches_then_ranks(
-    weights_S: np.ndarray,
-    tokens_S: np.ndarray,
-    job: Job,
-    cap_tokens: int,
-    slowness_R: np.ndarray,
-) -> list[list[list[int]]]:
-    one_J = np.ones(job.places)
-    micro_batches = (
-        _pack(weights_S, tokens_S, one_J, capacity=cap_tokens)
-        or _pack(tokens_S, tokens_S, one_J, capacity=cap_tokens)
-        or _first_fit_decreasing(tokens_S, job.places, cap_tokens)
-    )
-    if micro_batches is None:
-        loose = _pack(tokens_S, tokens_S, one_J, capacity=int(tokens_S.sum())) or []
-        enough = max(int(tokens_S[micro_batch].sum()) for micro_batch in loose)
-        raise PlanError(
-            f"{len(tokens_S)} samples of {tokens_S.sum()} tokens do not fit into {job.places} "
-            f"micro-batches of {cap_tokens} tokens; "
-            f"--sparse-balance-max-tokens-per-micro-batch {enough} would do"
-        )
-    weights_J = np.array([weights_S[micro_batch].sum() for micro_batch in micro_batches])
-    by_rank = _pack(
-        weights_J,
-        np.ones(job.places, dtype=np.int64),
-        slowness_R,
-        capacity=job.micro_batches,
-        minimum=job.micro_batches,
-    )
-    return [[micro_batches[index] for index in rank] for rank in by_rank or ()]
 
 
 def _pack(
-    weights: np.ndarray,
-    tokens: np.ndarray,
-    slowness: np.ndarray,
-    *,
+    items: Sequence[int],
+    weights: list[float],
+    tokens: list[int],
+    slowness: list[float],
     capacity: int,
     minimum: int = 1,
 ) -> list[list[int]] | None:
@@ -168,59 +137,32 @@ def _pack(
     Every bin ends with at least ``minimum`` items, and its load counts ``slowness`` times. None
     where an item finds no room.
     """
-    order = np.argsort(-weights, kind="stable").tolist()
-    bins = len(slowness)
-    if minimum == 1 and len(order) == bins and tokens.max() <= capacity:
+    order, bins = sorted(items, key=lambda item: -weights[item]), len(slowness)
+    if len(order) == bins * minimum == bins and max(tokens[item] for item in order) <= capacity:
         return [[item] for item in order]
     members: list[list[int]] = [[] for _ in range(bins)]
     used = [0] * bins
     heap = [(0.0, index) for index in range(bins)]
     missing = bins * minimum
-    weight_of, tokens_of, slowness_of = weights.tolist(), tokens.tolist(), slowness.tolist()
     for placed, item in enumerate(order):
         only_missing = len(order) - placed <= missing
         passed_over = []
-        chosen = None
         while heap:
             load, index = heap[0]
             if only_missing and len(members[index]) >= minimum:
                 heapq.heappop(heap)
-                continue
-            if used[index] + tokens_of[item] <= capacity:
-                chosen = index
-                heapq.heapreplace(heap, (load + weight_of[item] * slowness_of[index], index))
+            elif used[index] + tokens[item] > capacity:
+                passed_over.append(heapq.heappop(heap))
+            else:
                 break
-            passed_over.append(heapq.heappop(heap))
-        if chosen is None:
+        if not heap:
             return None
+        heapq.heapreplace(heap, (load + weights[item] * slowness[index], index))
         for entry in passed_over:
             heapq.heappush(heap, entry)
-        missing -= len(members[chosen]) < minimum
-        members[chosen].append(item)
-        used[chosen] += tokens_of[item]
-    return members
-
-
-def _first_fit_decreasing(
-    tokens_S: np.ndarray, micro_batches: int, cap_tokens: int
-) -> list[list[int]] | None:
-    """Fewest micro-batches first, then empty micro-batches take samples from the fullest; None if
-    it fails."""
-    members: list[list[int]] = [[] for _ in range(micro_batches)]
-    used = np.zeros(micro_batches, dtype=np.int64)
-    for sample in np.argsort(-tokens_S, kind="stable").tolist():
-        fits = np.flatnonzero(used + tokens_S[sample] <= cap_tokens)
-        if not len(fits):
-            return None
-        members[fits[0]].append(sample)
-        used[fits[0]] += tokens_S[sample]
-    for empty in [index for index, micro_batch in enumerate(members) if not micro_batch]:
-        shared = [index for index, micro_batch in enumerate(members) if len(micro_batch) > 1]
-        donor = max(shared, key=lambda index: (used[index], -index))
-        sample = members[donor].pop()
-        members[empty].append(sample)
-        used[donor] -= tokens_S[sample]
-        used[empty] += tokens_S[sample]
+        missing -= len(members[index]) < minimum
+        members[index].append(item)
+        used[index] += tokens[item]
     return members
 
 
@@ -253,50 +195,29 @@ def packed_rows(
     order_S = np.argsort(-weights_S, kind="stable")
     if len(order_S) < bins:
         return []
+    floor_J = np.zeros(bins) if floors_X is None else np.repeat(floors_X, members)
     packings = []
     for first in dict.fromkeys((0, len(order_S) - bins)):
-        opening = slice(first, first + bins)
-        bin_S = _filled(weights_S, tokens_S, order_S, opening, members, cap_tokens, floors_X)
-        if bin_S is None:
-            continue
-        samples: list[list[int]] = [[] for _ in range(bins)]
-        for sample, chosen in enumerate(bin_S.tolist()):
-            samples[chosen].append(sample)
-        load_XW = np.bincount(bin_S, weights_S).reshape(rows, members)
-        order_XW = np.argsort(-load_XW, axis=1, kind="stable") + members * np.arange(rows)[:, None]
-        packings.append(
-            [[tuple(samples[chosen]) for chosen in of_row] for of_row in order_XW.tolist()]
-        )
+        opening_J, others_S = np.split(np.roll(order_S, -first), [bins])
+        load_J, used_J = weights_S[opening_J].astype(np.float64), tokens_S[opening_J]
+        held_J = [[sample] for sample in opening_J.tolist()]
+        for sample in others_S.tolist():
+            height_J = np.repeat(load_J.reshape(-1, members).max(axis=1), members)
+            over_J = load_J + weights_S[sample] - np.maximum(height_J, floor_J)
+            has_room_J = used_J + tokens_S[sample] <= cap_tokens
+            grows_J = np.where(has_room_J, np.maximum(over_J, 0.0), np.inf)
+            chosen = int(np.where(grows_J <= grows_J.min(), over_J, -np.inf).argmax())
+            held_J[chosen].append(sample)
+            load_J[chosen] += weights_S[sample]
+            used_J[chosen] += tokens_S[sample]
+        # A sample that found no room has made its bin exceed the cap.
+        if used_J.max() <= cap_tokens:
+            order_XW = np.argsort(-load_J.reshape(rows, members), axis=1, kind="stable")
+            order_XW += members * np.arange(rows)[:, None]
+            packings.append(
+                [
+                    [tuple(sorted(held_J[chosen])) for chosen in of_row]
+                    for of_row in order_XW.tolist()
+                ]
+            )
     return packings
-
-
-def _filled(
-    weights_S: np.ndarray,
-    tokens_S: np.ndarray,
-    order_S: np.ndarray,
-    opening: slice,
-    members: int,
-    cap_tokens: int,
-    floors_X: np.ndarray | None,
-) -> np.ndarray | None:
-    """The bin of every sample; None where one finds no room."""
-    first = order_S[opening]
-    bin_S = np.empty(len(order_S), dtype=np.int64)
-    bin_S[first] = np.arange(len(first))
-    load_J, used_J = weights_S[first].astype(np.float64), tokens_S[first].copy()
-    if used_J.max() > cap_tokens:
-        return None
-    floor_J = np.repeat(np.zeros(len(first) // members) if floors_X is None else floors_X, members)
-    for sample in np.delete(order_S, opening).tolist():
-        weight, tokens = weights_S[sample], tokens_S[sample]
-        height_J = np.repeat(load_J.reshape(-1, members).max(axis=1), members)
-        over_J = load_J + weight - np.maximum(height_J, floor_J)
-        grows_J = np.where(used_J + tokens > cap_tokens, np.inf, np.maximum(over_J, 0.0))
-        least = grows_J.min()
-        if not np.isfinite(least):
-            return None
-        chosen = int(np.where(grows_J <= least, over_J, -np.inf).argmax())
-        bin_S[sample] = chosen
-        load_J[chosen] += weight
-        used_J[chosen] += tokens
-    return bin_S

@@ -16,8 +16,6 @@ from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.search.moves import Rules
 from sparsebalance_megatron.plan.step_costs import StepCosts
 
-_WEIGHT, _TOKENS, _BLOCKS = range(3)
-
 
 def cp_size_start(
     weights_S: np.ndarray, costs: StepCosts, rules: Rules, most_over_mean: float = np.inf
@@ -36,88 +34,64 @@ def cp_size_start(
     Raises:
         PlanError: the samples are too few for so many ranks, or have too many tokens.
     """
-    places = costs.job.places
-    sample_3S = np.stack([weights_S, costs.lengths_tokens_S, costs.blocks_S])
-    least_S = _least_cp_sizes(costs.lengths_tokens_S, rules)
+    places, tokens_S, blocks_S = costs.job.places, costs.lengths_tokens_S, costs.blocks_S
     most_weight = most_over_mean * float(weights_S.sum()) / places
-    wanted_S = least_S.copy()
-    while True:
-        grows_S = (
-            (weights_S > most_weight * wanted_S)
-            & (2 * wanted_S <= rules.max_cp_size)
-            & (costs.blocks_S >= 2 * wanted_S)
+
+    def no_room(sample: int) -> PlanError:
+        return PlanError(
+            f"sample {sample} ({tokens_S[sample]} tokens) fits in no micro-batch of "
+            f"{rules.cap_tokens} tokens per rank, up to {rules.max_cp_size} ranks; raise "
+            "--sparse-balance-max-tokens-per-micro-batch or --sparse-balance-max-context-parallel"
         )
-        if not grows_S.any():
-            break
-        wanted_S[grows_S] *= 2
+
+    least_S, wanted_S = np.ones((2, len(tokens_S)), dtype=np.int64)
+    cp_size = 1
+    while cp_size < rules.max_cp_size:
+        over_S = tokens_S > rules.cap_tokens * cp_size
+        heavy_S = (weights_S > most_weight * cp_size) & (blocks_S >= 2 * cp_size)
+        heavy_S &= wanted_S == cp_size
+        cp_size *= 2
+        least_S[over_S], wanted_S[over_S | heavy_S] = cp_size, cp_size
+    if (over_S := tokens_S > rules.cap_tokens * cp_size).any():
+        raise no_room(int(over_S.argmax()))
     members: list[list[int]] = []
-    held_3J, cp_size_J = np.zeros((3, places)), np.zeros(places, dtype=np.int64)
+    weight_J, tokens_J, blocks_J = np.zeros((3, places))
+    cp_size_J = np.zeros(places, dtype=np.int64)
     for sample in np.lexsort((-weights_S, -wanted_S)).tolist():
-        cp_size = int(wanted_S[sample])
+        cp_size, chosen = int(wanted_S[sample]), len(members)
         while cp_size > places and cp_size > least_S[sample]:
             cp_size //= 2
-        chosen = len(members)
         if cp_size <= places:
             members.append([])
             cp_size_J[chosen] = cp_size
             places -= cp_size
         else:
-            open_3J, open_J = held_3J[:, :chosen], cp_size_J[:chosen]
-            tokens_J = open_3J[_TOKENS] + sample_3S[_TOKENS, sample]
-            weight_J = open_3J[_WEIGHT] / open_J
-            per_rank_J = np.where(tokens_J <= rules.cap_tokens * open_J, weight_J, np.inf)
-            chosen = int(per_rank_J.argmin())
-            if np.isinf(per_rank_J[chosen]):
-                raise _no_room(sample, costs.lengths_tokens_S, rules)
+            fits_J = tokens_J + tokens_S[sample] <= rules.cap_tokens * cp_size_J
+            if not fits_J.any():
+                raise no_room(sample)
+            per_rank_J = weight_J / np.maximum(cp_size_J, 1)
+            chosen = int(np.where(fits_J, per_rank_J, np.inf).argmin())
         members[chosen].append(sample)
-        held_3J[:, chosen] += sample_3S[:, sample]
-    held_3J, cp_size_J = held_3J[:, : len(members)], cp_size_J[: len(members)]
-    _widen(held_3J, cp_size_J, places, rules, len(weights_S))
-    return _arranged(members, held_3J[_WEIGHT], cp_size_J, costs.job, rules.max_cp_size)
-
-
-def _least_cp_sizes(tokens_S: np.ndarray, rules: Rules) -> np.ndarray:
-    """[S] under the cap."""
-    cp_size_S = np.ones(len(tokens_S), dtype=np.int64)
-    while (over_S := tokens_S > rules.cap_tokens * cp_size_S).any():
-        if cp_size_S.max() >= rules.max_cp_size:
-            raise _no_room(int(over_S.argmax()), tokens_S, rules)
-        cp_size_S[over_S] *= 2
-    return cp_size_S
-
-
-def _no_room(sample: int, tokens_S: np.ndarray, rules: Rules) -> PlanError:
-    return PlanError(
-        f"sample {sample} ({tokens_S[sample]} tokens) fits in no micro-batch of "
-        f"{rules.cap_tokens} tokens per rank, up to {rules.max_cp_size} ranks; raise "
-        "--sparse-balance-max-tokens-per-micro-batch or --sparse-balance-max-context-parallel"
-    )
-
-
-def _widen(
-    held_3J: np.ndarray, cp_size_J: np.ndarray, places: int, rules: Rules, samples: int
-) -> None:
-    """Double micro-batches until they fill so many places more, always that with most weight per
-    rank.
-
-    One with a block for every rank, if there is any: others compute padding on some.
-
-    Raises:
-        PlanError: no micro-batch may become wider, and places are left.
-    """
+        weight_J[chosen] += weights_S[sample]
+        tokens_J[chosen] += tokens_S[sample]
+        blocks_J[chosen] += blocks_S[sample]
+    used = slice(len(members))
+    weight_J, blocks_J, cp_size_J = weight_J[used], blocks_J[used], cp_size_J[used]
     while places:
         able_J = (2 * cp_size_J <= rules.max_cp_size) & (cp_size_J <= places)
         if not able_J.any():
             raise PlanError(
-                f"{samples} samples cannot fill every position of every rank with "
+                f"{len(weights_S)} samples cannot fill every position of every rank with "
                 f"micro-batches of up to {rules.max_cp_size} ranks; raise "
                 "--micro-batch-size or lower --context-parallel-size"
             )
-        full_J = able_J & (held_3J[_BLOCKS] >= 2 * cp_size_J)
+        # One with a block for every rank, if there is any: others compute padding on some.
+        full_J = able_J & (blocks_J >= 2 * cp_size_J)
         among_J = full_J if full_J.any() else able_J
-        widened = int(np.where(among_J, held_3J[_WEIGHT] / cp_size_J, -np.inf).argmax())
+        widened = int(np.where(among_J, weight_J / cp_size_J, -np.inf).argmax())
         places -= int(cp_size_J[widened])
         cp_size_J[widened] *= 2
+    return _arranged(members, weight_J, cp_size_J, costs.job, rules.max_cp_size)
 
 
 def _arranged(

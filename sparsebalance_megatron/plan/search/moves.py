@@ -17,7 +17,7 @@ micro-batches that a move makes.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -93,10 +93,6 @@ class Moves:
     cp_size_IY: np.ndarray
     has_IYX: np.ndarray
 
-    def subset(self, chosen_I: np.ndarray) -> "Moves":
-        """Some of the moves."""
-        return replace(self, **{name: values[chosen_I] for name, values in vars(self).items()})
-
 
 class Drawing:
     """Draws moves of a state.
@@ -140,20 +136,17 @@ class Drawing:
         inside_I = beside_I < len(cp_size_J)
         b_I = np.where(merges_I, np.where(inside_I, beside_I, a_I), b_I)
         possible_I = np.flatnonzero(self._possible_I(kind_I, a_I, b_I, size_J))
-        pair_I, kind_I, a_I, b_I, x_I, y_I = (
-            of_I[possible_I] for of_I in (pair_I, kind_I, a_I, b_I, x_I, y_I)
-        )
-        place_IY = np.stack([a_I, b_I], axis=1)
+        drawn = {"pair_I": pair_I, "kind_I": kind_I, "a_I": a_I, "b_I": b_I, "x_I": x_I, "y_I": y_I}
+        place_IY = np.stack([a_I, b_I], axis=1)[possible_I]
         moves = Moves(
-            pair_I=pair_I,
-            kind_I=kind_I,
-            **{"a_I": a_I, "b_I": b_I, "x_I": x_I, "y_I": y_I},
+            **{name: values_I[possible_I] for name, values_I in drawn.items()},
             place_IY=place_IY,
             cp_size_IY=cp_size_J[place_IY],
             has_IYX=state.has_JX[place_IY],
         )
         self._make(moves, order_S, start_J)
-        return moves.subset(self._rules.allow_I(moves.cp_size_IY, moves.has_IYX))
+        fine_I = self._rules.allow_I(moves.cp_size_IY, moves.has_IYX)
+        return Moves(**{name: values_I[fine_I] for name, values_I in vars(moves).items()})
 
     def _possible_I(
         self, kind_I: np.ndarray, a_I: np.ndarray, b_I: np.ndarray, size_J: np.ndarray
@@ -173,16 +166,16 @@ class Drawing:
     def _make(self, moves: Moves, order_S: np.ndarray, start_J: np.ndarray) -> None:
         """Change the micro-batches that moves hold, a and b, to those that they make."""
         state, sample_SX = self._state, self._state.contents.of_sample_SX
-        swap, join, positions, merge, halve = (
-            np.flatnonzero(moves.kind_I == kind) for kind in Kind
+        positions, merge, halve = (
+            np.flatnonzero(moves.kind_I == kind)
+            for kind in (Kind.POSITIONS, Kind.MERGE, Kind.HALVE)
         )
         has_IYX, cp_size_IY = moves.has_IYX, moves.cp_size_IY
-        for some, gained_IX in (
-            (swap, sample_SX[moves.y_I[swap]] - sample_SX[moves.x_I[swap]]),
-            (join, -sample_SX[moves.x_I[join]]),
-        ):
-            has_IYX[some, 0] += gained_IX
-            has_IYX[some, 1] -= gained_IX
+        some = np.flatnonzero(moves.kind_I <= Kind.JOIN)
+        swaps_I1 = moves.kind_I[some, None] == Kind.SWAP
+        gained_IX = swaps_I1 * sample_SX[moves.y_I[some]] - sample_SX[moves.x_I[some]]
+        has_IYX[some, 0] += gained_IX
+        has_IYX[some, 1] -= gained_IX
         has_IYX[positions] = has_IYX[positions, ::-1]
         if len(merge):
             has_IYX[merge, 0] += has_IYX[merge, 1]

@@ -3,37 +3,24 @@
 
 A group are the ranks that begin every layer together, or that meet in micro-batches which they
 share, or one rank where none waits for another. Its rows are the micro-batches of its members at
-one position. The step ends with the last group.
-
-1. *State.* For every group an order of its rows, and a number of segments for each row. The number
-   decides the cuts: pieces of nearly equal ms (:mod:`..segments`). Ranks that begin every layer
-   together are one pipeline, and all members of a row have the number. Ranks that meet are a
-   pipeline each: the member with most work has the number, the others in proportion to their work.
-2. *Start.* Rows as they are placed, each in one piece; and for several numbers of segments of a
-   group up to five orders, in which rows have numbers in proportion to their work. Every group
-   takes the start that ends first.
-3. *Moves*, all of the slowest group. A row has one segment more or less. Two rows change places.
-   Where no ranks wait or meet, a sample is exchanged for a shorter one of a faster rank.
-4. *Objective.* When the slowest group ends. No group may hold more tokens on its first stage than
-   the limit.
-5. *Stop.* A round of moves makes the step no shorter, or the search has simulated as many
-   operations as it may (:mod:`..search_effort`), so that all ranks find the same.
-
-These moves are not those of :mod:`.annealing`: a candidate has operations of its own, so that it
-costs many times as much, and all moves of the group that ends the step are tried, not drawn.
+one position. The number of segments of a row decides its cuts: pieces of nearly equal ms
+(:mod:`..segments`). Ranks that begin every layer together are one pipeline, and all members of a
+row have the number. Ranks that meet are a pipeline each: the member with most work has the number,
+the others in proportion to their work.
 
 Shape legend: U segments, X candidates.
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.pipeline.operation_times import OperationTimes, rounded_ms
-from sparsebalance_megatron.plan.pipeline.orders import SegmentedSchedule, most_tokens_in_flight
+from sparsebalance_megatron.plan.pipeline.orders import tokens_in_flight
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 from sparsebalance_megatron.plan.search.annealing import shaped_orders
 from sparsebalance_megatron.plan.search_effort import SEGMENT_COST, SearchEffort
@@ -61,6 +48,8 @@ those first that bring their work nearest."""
 
 _Order = tuple[tuple[Row, int], ...]
 """Rows of a group in order, and the segments of each."""
+_Part = tuple[Row, tuple[Starts, ...], int, int]
+"""Members of a row in one pipeline, where their segments begin, their first rank and cp_size."""
 
 
 class _Candidate(NamedTuple):
@@ -87,9 +76,10 @@ class SegmentSearch:
         self._places = Places(problem.costs, problem.expected_LS, self._config.max_segments)
         self._work_of: list[float] = self._places.work_S.tolist()
         self._share_W = problem.costs.share_W.tolist()
-        self._limits: dict[Row, tuple[float, int]] = {}
-        self._cuts: dict[tuple[int, Row, int], tuple[Cut, ...]] = {}
-        self._starts_of: dict[tuple[Row, int], tuple[Starts, ...]] = {}
+        self._cuts: dict[_Part, Cut] = {}
+        self._work_and_tokens = cache(self._most_work_and_tokens)
+        self._starts_of = cache(self._cut_by_work)
+        self._parts = cache(self._parts_of_pipelines)
         step_ms = rounded_ms(problem.makespans_ms(problem.expected_LS, whole).max())
         self._effort = SearchEffort(problem.search_ms(step_ms, _SHARE_OF_STEP))
         self._waiting = problem.job.lockstep_ranks
@@ -116,17 +106,16 @@ class SegmentSearch:
                 break
         return self._arranged(found), _slowest(found).ms
 
-    def _work_and_limit(self, row: Row) -> tuple[float, int]:
-        """Ms of the member that has most work, and segments that any member has enough tokens
-        for."""
-        if row not in self._limits:
-            tokens_of, least = self._problem.lengths_tokens, self._config.segment_tokens
-            most = max(sum(tokens_of[sample] for sample in samples) for samples in row) // least
-            self._limits[row] = (
-                max(self._work_ms(row, samples) for samples in row),
-                max(1, min(self._config.max_segments, most)),
-            )
-        return self._limits[row]
+    def _most_work_and_tokens(self, row: Row) -> tuple[float, int]:
+        """Ms of the member that has most work, and tokens of the one that has most."""
+        tokens_of = self._problem.lengths_tokens
+        most_tokens = max(sum(tokens_of[sample] for sample in samples) for samples in row)
+        return max(self._work_ms(row, samples) for samples in row), most_tokens
+
+    def _limit(self, row: Row) -> int:
+        """Segments that any member of a row has enough tokens for."""
+        enough = self._work_and_tokens(row)[1] // self._config.segment_tokens
+        return max(1, min(self._config.max_segments, enough))
 
     def _work_ms(self, row: Row, samples: MicroBatch) -> float:
         """Ms of a member's share."""
@@ -139,7 +128,7 @@ class SegmentSearch:
         they are, work falling, work rising."""
         rows = self._rows[group]
         by_row = sorted(rows)
-        ms_1M = np.array([[self._work_and_limit(row)[0] for row in by_row]])
+        ms_1M = np.array([[self._work_and_tokens(row)[0] for row in by_row]])
         up, down, *ends = ([by_row[m] for m in order_M] for order_M in shaped_orders(ms_1M)[0])
         pipelines = sum(map(len, self._groups)) // self._waiting
         segments = pipelines * sum(_SEGMENTS_PER_GROUP) // len(_SEGMENTS_PER_GROUP)
@@ -154,7 +143,8 @@ class SegmentSearch:
 
     def _in_segments(self, order: Sequence[Row], segments: int) -> _Order:
         """Rows with their shares of the segments of a group, by work."""
-        work_ms, limits = np.array(list(map(self._work_and_limit, order))).T
+        work_ms = np.array([self._work_and_tokens(row)[0] for row in order])
+        limits = list(map(self._limit, order))
         numbers = np.rint(segments / work_ms.sum() * work_ms).clip(1, limits)
         return tuple(zip(order, numbers.astype(np.int64).tolist(), strict=True))
 
@@ -166,7 +156,7 @@ class SegmentSearch:
             moved += [
                 (*order[:place], (row, number), *order[place + 1 :])
                 for number in (segments - 1, segments + 1)
-                if 1 <= number <= self._work_and_limit(row)[1]
+                if 1 <= number <= self._limit(row)
             ]
         pairs = itertools.combinations(range(len(order)), 2)
         for one, other in itertools.islice(pairs, _MAX_SWAPS):
@@ -178,98 +168,68 @@ class SegmentSearch:
     def _shortest(self, candidates: Sequence[Sequence[_Candidate]]) -> list[_Candidate]:
         """The candidate of every group that ends first within the limit of tokens; where there is
         none, the first one, in infinite time."""
-        flat = list(itertools.chain.from_iterable(candidates))
-        cuts = self._cut(flat)
-        ms = iter(self._simulated_ms(flat, cuts))
-        cuts_of = iter(cuts)
+        ended = self._simulated(list(itertools.chain.from_iterable(candidates)))
         found = []
         for of_group in candidates:
-            ended = [(next(ms), next(cuts_of), candidate) for candidate in of_group]
-            ended.sort(key=lambda each: each[0])
-            fitting = (
-                candidate._replace(ms=ms_until)
-                for ms_until, rows, candidate in ended
-                if self._tokens_in_flight(rows) <= self._most_tokens
-            )
-            found.append(next(fitting, of_group[0]._replace(ms=np.inf)))
+            best = of_group[0]._replace(ms=np.inf)
+            for candidate, (ms, tokens) in zip(of_group, ended, strict=False):
+                if tokens <= self._most_tokens and ms < best.ms:
+                    best = candidate._replace(ms=ms)
+            found.append(best)
         return found
 
-    def _simulated_ms(
-        self, candidates: Sequence[_Candidate], cuts: Sequence[Sequence[tuple[Cut, ...]]]
-    ) -> list[float]:
-        """Ms until the last pipeline of each candidate ends."""
+    def _simulated(self, candidates: Sequence[_Candidate]) -> Iterator[tuple[float, int]]:
+        """Ms until the last pipeline of each candidate ends, and the most tokens in flight on the
+        first stage of one."""
+        cuts = self._cut(candidates)
         pipelines = [pipeline for rows in cuts for pipeline in zip(*rows, strict=True)]
         segments_RM = [[len(cut.tokens_U) for cut in pipeline] for pipeline in pipelines]
         self._effort.spend(self._operations(sum(map(sum, segments_RM))))
         cp_sizes_RM = None
         if len(pipelines) > len(cuts):
-            cp_sizes = [
-                [[row.count(samples) for samples in row] for row, _ in candidate.order]
-                for candidate in candidates
-            ]
-            cp_sizes_RM = np.concatenate([np.array(rows).T for rows in cp_sizes])
-        ms_2UP = joined_2UP(itertools.chain.from_iterable(pipelines))
-        ms_R = makespans_ms(OperationTimes.of_segments(segments_RM, ms_2UP, cp_sizes_RM))
+            orders = [[list(map(row.count, row)) for row, _ in each.order] for each in candidates]
+            cp_sizes_RM = np.concatenate([np.array(rows).T for rows in orders])
+        every_cut = list(itertools.chain.from_iterable(pipelines))
+        times = OperationTimes.of_segments(segments_RM, joined_2UP(every_cut), cp_sizes_RM)
+        order, ms_R = times.graph.order, makespans_ms(times)
+        held_O = tokens_in_flight(order, np.concatenate([cut.tokens_U for cut in every_cut]))[0]
+        tokens_R = np.maximum.reduceat(held_O, 2 * order.first_R)
         firsts = [0, *itertools.accumulate(len(rows[0]) for rows in cuts[:-1])]
-        return np.maximum.reduceat(ms_R, firsts).tolist()
+        ms, tokens = (np.maximum.reduceat(each_R, firsts).tolist() for each_R in (ms_R, tokens_R))
+        return zip(ms, tokens, strict=True)
 
     def _operations(self, segments: int) -> int:
         """Operations of so many segments, in those that effort is counted in."""
         return SEGMENT_COST * 2 * self._problem.job.pipeline_stages * segments
 
-    def _tokens_in_flight(self, rows: Sequence[tuple[Cut, ...]]) -> int:
-        """Tokens in flight on the first stage of the fullest pipeline."""
-        stages = self._problem.job.pipeline_stages
-        most_M = tuple(max(len(cut.tokens_U) for cut in row) for row in rows)
-        held = []
-        for pipeline in zip(*rows, strict=True):
-            tokens_MU = [cut.tokens_U for cut in pipeline]
-            schedule = SegmentedSchedule(tuple(map(len, tokens_MU)), most_M)
-            order = schedule(stages, len(tokens_MU), 1)
-            held.append(int(most_tokens_in_flight(order, np.concatenate(tokens_MU))[0]))
-        return max(held)
-
     def _cut(self, candidates: Sequence[_Candidate]) -> list[list[tuple[Cut, ...]]]:
         """What the rows of candidates take in each pipeline of their group."""
-        wanted = [[(group, *each) for each in order] for _, group, order in candidates]
-        keys = dict.fromkeys(itertools.chain.from_iterable(wanted))
-        new = [key for key in keys if key not in self._cuts]
+        wanted = [[self._parts(group, *each) for each in order] for _, group, order in candidates]
+        every_part = itertools.chain.from_iterable(itertools.chain.from_iterable(wanted))
+        new = [part for part in dict.fromkeys(every_part) if part not in self._cuts]
         if new:
-            self._cuts.update(zip(new, self._new_cuts(new), strict=True))
-        return [[self._cuts[key] for key in of_order] for of_order in wanted]
-
-    def _new_cuts(self, keys: Sequence[tuple[int, Row, int]]) -> Iterable[tuple[Cut, ...]]:
-        held = [
-            (
-                *(members, self._segment_starts(row, segments)[first : first + len(members)]),
-                *(self._groups[group].start + first, row.count(members[0])),
-            )
-            for group, row, segments in keys
-            for first, members in self._pipelines(row)
-            if row.index(members[0]) == first
+            costs, budgets_LS = self._problem.costs, self._problem.expected_LS
+            cuts = row_cuts(costs, budgets_LS, *zip(*new, strict=True))
+            self._cuts.update(zip(new, cuts, strict=True))
+        return [
+            [tuple(map(self._cuts.__getitem__, parts)) for parts in of_order] for of_order in wanted
         ]
-        costs, budgets_LS = self._problem.costs, self._problem.expected_LS
-        cuts = iter(row_cuts(costs, budgets_LS, *zip(*held, strict=True)))
-        for _, row, _ in keys:
-            pipelines = [members for _, members in self._pipelines(row)]
-            cut_of = {members: next(cuts) for members in dict.fromkeys(pipelines)}
-            yield tuple(cut_of[members] for members in pipelines)
 
-    def _pipelines(self, row: Row) -> list[tuple[int, Row]]:
-        """The members of a row that wait for one another in every layer, with the number of the
-        first."""
-        return list(zip(itertools.count(0, self._waiting), itertools.batched(row, self._waiting)))
-
-    def _segment_starts(self, row: Row, segments: int) -> tuple[Starts, ...]:
-        """Where segments begin, by member; in lockstep all have as many."""
-        if (row, segments) not in self._starts_of:
-            self._starts_of[row, segments] = self._cut_by_work(row, segments)
-        return self._starts_of[row, segments]
+    def _parts_of_pipelines(self, group: int, row: Row, segments: int) -> list[_Part]:
+        """The part of a row in each pipeline; of a micro-batch that pipelines share, the first."""
+        starts, parts = self._starts_of(row, segments), []
+        for members in itertools.batched(row, self._waiting):
+            first = row.index(members[0])
+            starts_here = starts[first : first + len(members)]
+            rank = self._groups[group].start + first
+            parts.append((members, starts_here, rank, row.count(members[0])))
+        return parts
 
     def _cut_by_work(self, row: Row, segments: int) -> tuple[Starts, ...]:
-        least, (most_ms, _) = self._config.segment_tokens, self._work_and_limit(row)
+        """Where segments begin, by member; in lockstep all have as many."""
+        least, (most_ms, _) = self._config.segment_tokens, self._work_and_tokens(row)
         found: list[Starts] = []
-        for _, members in self._pipelines(row):
+        for members in itertools.batched(row, self._waiting):
             work_ms = max(self._work_ms(row, samples) for samples in members)
             number = max(1, round(segments * work_ms / most_ms))
             found += self._places.starts(members, number, least, row.count(members[0]))
@@ -289,7 +249,7 @@ class SegmentSearch:
 
     def _trades(self, slowest: _Candidate, other: _Candidate) -> list[list[_Candidate]]:
         """Both ranks after the trades that bring their work nearest, under the cap of tokens."""
-        work_of, tokens_of = self._work_of, self._problem.lengths_tokens
+        work_of = self._work_of
         own, theirs = (
             [sample for (samples,), _ in each.order for sample in samples]
             for each in (slowest, other)
@@ -303,7 +263,7 @@ class SegmentSearch:
         found = []
         for _, give, take in pairs[:_TRADES]:
             instead = {give: take, take: give}
-            trade, most_tokens = [], 0
+            trade = []
             for each in (slowest, other):
                 rows: list[Row] = [
                     (tuple(sorted(instead.get(sample, sample) for sample in samples)),)
@@ -311,9 +271,8 @@ class SegmentSearch:
                 ]
                 segments = sum(number for _, number in each.order)
                 trade.append(each._replace(order=self._in_segments(rows, segments)))
-                held = max(sum(tokens_of[sample] for sample in samples) for (samples,) in rows)
-                most_tokens = max(most_tokens, held)
-            if most_tokens <= self._problem.cap_tokens:
+            tokens = [self._work_and_tokens(row)[1] for each in trade for row, _ in each.order]
+            if max(tokens) <= self._problem.cap_tokens:
                 found.append(trade)
         return found
 
@@ -323,18 +282,17 @@ class SegmentSearch:
         starts: list[tuple[Starts, ...]] = []
         cp_sizes: list[list[int]] = []
         for candidate in sorted(found, key=lambda each: self._groups[each.group].start):
+            starts += zip(*itertools.starmap(self._starts_of, candidate.order), strict=True)
             rows = [row for row, _ in candidate.order]
-            of_rows = [self._segment_starts(*each) for each in candidate.order]
-            starts += zip(*of_rows, strict=True)
             for member in range(len(rows[0])):
-                first_here = [row.index(row[member]) == member for row in rows]
+                cp_sizes.append([row.count(row[member]) for row in rows])
+                is_first = [row.index(row[member]) == member for row in rows]
                 samples.append(
                     tuple(
-                        row[member] if here else ()
-                        for row, here in zip(rows, first_here, strict=True)
+                        row[member] if first else ()
+                        for row, first in zip(rows, is_first, strict=True)
                     )
                 )
-                cp_sizes.append([row.count(row[member]) for row in rows])
         return Arrangement(
             samples=tuple(samples),
             cp_sizes_RM=np.array(cp_sizes),

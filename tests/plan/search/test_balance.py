@@ -109,7 +109,8 @@ def test_micro_batches_are_packed_as_by_hand(seed, bins, minimum, room):
     weights, tokens = generator.permutation(1000)[:items] + 0.5, generator.integers(1, 20, items)
     slowness = generator.uniform(0.5, 2.0, bins)
     capacity = max(int(tokens.max()), int(room * tokens.sum() / bins))
-    found = _pack(weights, tokens, slowness, capacity=capacity, minimum=minimum)
+    lists = (each.tolist() for each in (weights, tokens, slowness))
+    found = _pack(range(items), *lists, capacity, minimum)
     members = [[] for _ in range(bins)]
     for placed, item in enumerate(np.argsort(-weights).tolist()):
         lacking = [max(minimum - len(each), 0) for each in members]
@@ -186,11 +187,7 @@ def test_every_sample_has_one_bin_under_the_cap_and_no_bin_is_empty(
     if samples < rows * members or tokens_S.max() > cap_tokens:
         assert not packings
     for packing in packings:
-        bins = [each for row in packing for each in row]
-        assert [len(row) for row in packing] == [members] * rows
-        assert sorted(sample for each in bins for sample in each) == [*range(samples)]
-        assert all(bins)
-        assert max(tokens_S[list(each)].sum() for each in bins) <= cap_tokens
+        check(packing, tokens_S, job(rows, members), cap_tokens)
 
 
 def test_rows_are_filled_up_to_their_floors():
