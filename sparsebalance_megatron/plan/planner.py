@@ -126,9 +126,9 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
         times_2RPVM = costs.own_ms_2RPVM(tuned_2SX, arrangement)
         makespans_E = makespans_ms(costs.micro_batch_ms(tuned_2SX, arrangement))
     times_2RPVM.flags.writeable = False
-    constant_ms = costs.job.places * costs.constant_2C.sum()
     tuned_work, base_work = (
-        constant_ms + sample_2SX.sum() for sample_2SX in (tuned_2SX, problem.base_2SX)
+        each.job.places * each.constant_2C.sum() + sample_2SX.sum()
+        for each, sample_2SX in ((costs, tuned_2SX), (problem.costs, problem.base_2SX))
     )
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(
@@ -148,24 +148,22 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets, cp_sizes, segments and
     numbers of positions that are allowed."""
-    limit = problem.plan_settings.max_cp_size if problem.plan_settings.plans_cp_sizes else 1
-    if problem.plan_settings.plans_segments(problem.job) and (
-        problem.job.lockstep_ranks == 1 or limit == 1
-    ):
-        return segmented_bound_ms(problem, limit)
-    bounded = problem if problem.plan_settings.plans_cp_sizes else problem.of_groups
+    settings, bounded = problem.plan_settings, problem.of_groups
+    limit, segmented_ms = 1, np.inf
+    if settings.plans_cp_sizes:
+        limit, bounded = settings.max_cp_size, problem
+    if settings.plans_segments(problem.job):
+        # A step of lockstep groups runs in segments or with planned cp_sizes, not both.
+        if problem.job.lockstep_ranks == 1 or limit == 1:
+            return segmented_bound_ms(problem, limit)
+        segmented_ms = segmented_bound_ms(problem)
     if problem.plans_positions:
         # Every position costs something, and a bound of one position holds for any number.
         bounded = bounded.with_positions(1)
     costs = bounded.costs
     floor_2SX = costs.sample_ms(bounded.allowed.floor_LS)
     bound_ms = step_bounds(floor_2SX, costs, limit).bound_ms * float(costs.slowness_RP.min())
-    # A step of lockstep groups runs in segments or with planned cp_sizes, not both.
-    return (
-        min(bound_ms, segmented_bound_ms(problem))
-        if problem.plan_settings.plans_segments(problem.job)
-        else bound_ms
-    )
+    return min(bound_ms, segmented_ms)
 
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:

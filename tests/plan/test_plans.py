@@ -22,10 +22,14 @@ from plan.plan_cases import (
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.parts import SegmentCost
+from sparsebalance_megatron.layer_budgets import DENSE, layer_budgets_text
+from sparsebalance_megatron.plan.search.balance import arrival
 
 BLOCK, SEGMENT_TOKENS = 64, 256
 PIPELINES = [(4, 1, 1), (8, 1, 1), (3, 1, 1), (2, 2, 2), *2 * [(2, 2, 1), (4, 3, 1), (4, 2, 1)]]
 """Ranks, stages and chunks."""
+LONGEST = (2**14, 2**17, 2**20)
+"""Tokens of the longest sample."""
 
 
 @st.composite
@@ -46,13 +50,18 @@ def steps(draw):
     )
     samples = job.places // job.context_parallel_size * size
     kind = draw(st.sampled_from(["spread", "equal", "long", "tiny"]))
-    lengths = random_lengths(samples, seed, kind=kind)
+    lengths = random_lengths(samples, seed, kind=kind, longest=draw(st.sampled_from(LONGEST)))
+    in_order = arrival(lengths, job.groups, 1 << 40)
+    fullest = max(sum(lengths[s] for s in held) for rank in in_order for held in rank)
+    base_L = generator.choice([2, 8, 30, DENSE], job.layers).tolist()
     changes = {
         "tuning": draw(st.sampled_from(["off", "anchor", *3 * [DEFAULT_TUNING]])),
         "observed": draw(st.sampled_from([0.0, 0.5, 1.0, 1.0])),
         "dense_up_to": draw(st.sampled_from([0, 2048])),
         "positions": draw(st.sampled_from(["fixed", "planned"])),
-        "max_tokens_per_micro_batch": max(lengths) * size,
+        "layer_budgets": draw(st.sampled_from([None, layer_budgets_text(dict(enumerate(base_L)))])),
+        "max_tokens_per_micro_batch": draw(st.sampled_from([fullest, 1 << 40])),
+        "max_blocks": max(LONGEST) // BLOCK,
         "plan_ms": 2.0,
     }
     others = [{"batching": batching} for batching in ("arrival", "length", "latency")]
@@ -77,6 +86,31 @@ def steps(draw):
     return step_inputs(job, lengths, seed, cost=cost, **changes), others
 
 
+def check_budgets(given_, plan):
+    """Budgets lose no more coverage than the policy allows, move only where curves are known, and
+    are what the plan says of them."""
+    plan_settings, curves, expected = given_["plan_settings"], given_["coverage"], plan.expectation
+    config, layers, lengths = plan_settings.config, curves.layers, given_["lengths_tokens"]
+    blocks_S = -(-np.array(lengths) // BLOCK)
+    base_LS = np.minimum(plan_settings.base_LS(layers, lengths), blocks_S)
+    budgets_LS = np.minimum(plan.budgets_LS, blocks_S)
+    fixed_LS = (plan_settings.base_L(layers) == DENSE)[:, None] | ~curves.observed_LS(blocks_S)
+    assert budgets_LS.min() >= 1
+    assert (budgets_LS == base_LS)[fixed_LS | (config.tuning == "off")].all()
+    assert expected.samples_cut == (budgets_LS < base_LS).any(axis=0).sum()
+    assert expected.samples_raised == (budgets_LS > base_LS).any(axis=0).sum()
+    if config.tuning != "anchor":
+        assert expected.samples_cut == 0
+    covered_LS = curves.coverage_LS(blocks_S, budgets_LS)
+    lost_LS = np.nan_to_num(curves.coverage_LS(blocks_S, base_LS) - covered_LS)
+    assert lost_LS.max() <= config.coverage_threshold + 1e-9
+    if not curves.observed_LU.any() or np.isnan(covered_LS).all():
+        assert (expected.coverage_mean, expected.coverage_min) == (None, None)
+    else:
+        assert expected.coverage_mean == pytest.approx(np.nanmean(covered_LS))
+        assert expected.coverage_min == pytest.approx(np.nanmin(covered_LS))
+
+
 @settings(max_examples=150)
 @given(steps())
 def test_plans_are_valid_above_their_bound_and_no_slower_than_with_less(step):
@@ -94,17 +128,7 @@ def test_plans_are_valid_above_their_bound_and_no_slower_than_with_less(step):
         assert micro_batch.budgets_LS.dtype == np.int32
         assert not micro_batch.budgets_LS.flags.writeable
         assert job.context_parallel_size in (1, micro_batch.cp_size)
-    budgets_LS = plan.budgets_LS
-    if given_["plan_settings"].config.tuning == "off":
-        blocks_S = -(-np.array(given_["lengths_tokens"]) // BLOCK)
-        base_LS = given_["plan_settings"].base_LS(job.layers, given_["lengths_tokens"])
-        assert (np.minimum(budgets_LS, blocks_S) == np.minimum(base_LS, blocks_S)).all()
-    observed = given_["coverage"].observed_LU
-    if not observed.any():
-        assert (expected.coverage_mean, expected.coverage_min) == (None, None)
-        assert expected.samples_cut == expected.samples_raised == 0
-    elif observed.all():
-        assert 0 <= expected.coverage_min <= expected.coverage_mean <= 1
+    check_budgets(given_, plan)
     if lockstep_ranks == 1:
         check_segment_ms(plan)
     rows = [plan.for_rank(rank).micro_batches for rank in range(job.data_parallel_size)]

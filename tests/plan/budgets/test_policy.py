@@ -58,31 +58,6 @@ SHAPES = st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@given(
-    SEEDS,
-    SHAPES,
-    st.sampled_from(["anchor", "raise"]),
-    st.sampled_from([0.0, 0.5, 1.0]),
-    st.sampled_from([0.0, 0.1, 0.4]),
-)
-def test_floors_hold_and_unknown_curves_do_not_move(seed, shape, tuning, observed, threshold):
-    case = Case(seed, tuning, shape=shape, observed=observed, coverage_threshold=threshold)
-    budgets_LS = case.tuned.budgets_LS
-    assert budgets_LS.dtype == np.int32
-    assert budgets_LS.min() >= 1
-    known_LS = case.coverage.observed_LS(case.costs.blocks_S)
-    assert (budgets_LS[~known_LS] == case.problem.plan_settings.config.base_budget).all()
-    lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(budgets_LS))
-    assert lost.max() <= (threshold + 1e-12 if tuning == "anchor" else 0.0)
-    if tuning == "raise":
-        assert not case.tuned.cut_S.any()
-        base_ms = case.makespan(case.allowed.base_LS)
-        assert case.makespan(budgets_LS) <= base_ms * (1 + 1e-8)
-    effective_LS = np.minimum(budgets_LS, case.costs.blocks_S)
-    assert (case.tuned.cut_S == (effective_LS < case.allowed.base_LS).any(axis=0)).all()
-    assert (case.tuned.raised_S == (effective_LS > case.allowed.base_LS).any(axis=0)).all()
-
-
 @given(SEEDS, SHAPES)
 def test_anchor_moves_nobody_away(seed, shape):
     case = Case(seed, "anchor", shape=shape)
