@@ -29,21 +29,11 @@ from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     """The plan of one step: place the samples, then tune their budgets.
 
-    Batching ``makespan`` keeps the best of arrival order, token balance, latency balance and the
-    latter improved by search, by simulated makespan at the expected budgets;
-    ``StepPlan.batching`` names the winner. ``arrival``, ``length`` and ``latency`` mean just
-    that, except that a balanced packing which the token cap defeats gives way to arrival order
-    where that fits.
-
-    Where ranks run in lockstep, batching ``makespan`` places samples in rows, too, and the step may
-    have fewer micro-batches on every rank than the job.
+    Batching ``makespan`` keeps the shortest of all :mod:`.candidates`, and ``StepPlan.batching``
+    names what won. ``arrival``, ``length`` and ``latency`` mean just that, except that a balanced
+    packing which the token cap defeats gives way to arrival order where that fits.
 
     A placement that is given stays as it is, whatever its tokens, and only its budgets are chosen.
-
-    Every micro-batch has the job's context-parallel size, unless the policy lets cp_sizes
-    be planned and batching is ``makespan``; then those that fit the samples are used where they
-    give the shorter step. Tuning ``anchor`` has no cp_sizes to choose: the anchor is a
-    micro-batch's latency.
 
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.

@@ -30,22 +30,16 @@ from sparsebalance_megatron.errors import ConfigError
 from sparsebalance_megatron.layer_budgets import DENSE
 
 
-def layered(shape, seed, **changes):
-    job = job_shape(*shape)
-    lengths = random_lengths(2 * job.places, seed, longest=20000)
-    return step_inputs(job, lengths, seed, max_blocks=400, **changes)
-
-
 @pytest.mark.parametrize("tuning", ["anchor", DEFAULT_TUNING])
 def test_the_base_budget_for_every_layer_is_no_change(tuning):
-    given_ = layered((2, 4, 2, 1), 3, tuning=tuning)
+    given_ = inputs(4, cost_model(), tuning=tuning)
     named = changed_settings(given_["plan_settings"], base_budget=1, layer_budgets="8:0-3")
     assert planned(**given_).digest() == planned(**given_ | {"plan_settings": named}).digest()
 
 
 def test_layers_that_the_job_does_not_have():
     with pytest.raises(ConfigError, match="names layer 4"):
-        planned(**layered((2, 4, 2, 1), 0, layer_budgets="dense:4"))
+        planned(**inputs(0, cost_model(), layer_budgets="dense:4"))
 
 
 BLOCK = 64
