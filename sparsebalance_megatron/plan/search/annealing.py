@@ -128,17 +128,14 @@ class Annealing:
         return np.repeat(np.concatenate(ends_R), members).reshape(moves, ranks)
 
     def _order(self) -> None:
-        """Give every rank group the best of its first orders."""
+        """Give every rank group the best of its first orders, where none share."""
         state, groups = self.state, self.groups
         ms_BWMF = state.ms_RMF.reshape(groups, -1, *state.ms_RMF.shape[1:])
-        cp_sizes_BWM = state.cp_sizes_RM.reshape(ms_BWMF.shape[:3])
         order_BIM = first_orders(ms_BWMF.max(axis=1).sum(axis=2))
         ms_BIWMF = np.take_along_axis(ms_BWMF[:, None], order_BIM[:, :, None, :, None], axis=3)
-        cp_sizes_BIWM = np.take_along_axis(cp_sizes_BWM[:, None], order_BIM[:, :, None], axis=3)
-        ms_BIW = self._simulate(
-            ms_BIWMF.reshape(-1, *ms_BIWMF.shape[2:]),
-            cp_sizes_BIWM.reshape(-1, *cp_sizes_BIWM.shape[2:]),
-        ).reshape(ms_BIWMF.shape[:3])
+        ms_IWMF = ms_BIWMF.reshape(-1, *ms_BIWMF.shape[2:])
+        alone_IWM = np.ones(ms_IWMF.shape[:3], dtype=np.int64)
+        ms_BIW = self._simulate(ms_IWMF, alone_IWM).reshape(ms_BIWMF.shape[:3])
         best_B = ms_BIW.max(axis=2).argmin(axis=1)
         every_B = np.arange(groups)
         ms_BW = self.ms_R.reshape(groups, -1)
