@@ -184,7 +184,12 @@ class Annealing:
         local_R = np.zeros(state.ranks, dtype=np.int64)
         local_R[ranks_EW] = np.arange(ranks_EW.shape[1])
         ranks_IW = ranks_EW[moves.pair_I]
-        ms_IWMF, cp_sizes_IWM = state.ms_RMF[ranks_IW], state.cp_sizes_RM[ranks_IW]
+        ms_IWMF = state.ms_RMF[ranks_IW]
+        cp_sizes_IWM = np.ones(ms_IWMF.shape[:3], dtype=np.int64)
+        changed = [(ms_IWMF, made_IYF)]
+        if self.rules.max_cp_size > 1:
+            cp_sizes_IWM = state.cp_sizes_RM[ranks_IW]
+            changed.append((cp_sizes_IWM, moves.cp_size_IY))
         position_I2 = np.stack([moves.a_I, moves.b_I], axis=1) % state.positions
         group_I2 = np.stack([moves.a_I, moves.b_I], axis=1) // (state.positions * members)
         together_I = (moves.kind_I == Kind.POSITIONS) & (group_I2[:, 0] == group_I2[:, 1])
@@ -193,13 +198,13 @@ class Annealing:
             i, y = np.nonzero(cp_size_IY > offset)
             rank, position = np.divmod(moves.place_IY[i, y], state.positions)
             w = local_R[rank] + offset
-            ms_IWMF[i, w, position] = made_IYF[i, y]
-            cp_sizes_IWM[i, w, position] = cp_size_IY[i, y]
+            for values_IWM, made_IY in changed:
+                values_IWM[i, w, position] = made_IY[i, y]
         exchange = np.flatnonzero(together_I)
         i = exchange[:, None, None]
         w = local_R[group_I2[exchange, :1] * members + np.arange(members)][..., None]
         here, there = position_I2[exchange, None], position_I2[exchange, None, ::-1]
-        for values_IWM in (ms_IWMF, cp_sizes_IWM):
+        for values_IWM, _ in changed:
             values_IWM[i, w, here] = values_IWM[i, w, there]
         return ms_IWMF, cp_sizes_IWM
 
