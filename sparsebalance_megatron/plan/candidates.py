@@ -151,7 +151,9 @@ def _of_equal_cp_size(problem: StepProblem) -> list[Candidate]:
         PlanError: none of the policy's placements exists.
     """
     batching = problem.plan_settings.config.batching
-    names = ("arrival", "length", "latency") if batching == "makespan" else (batching,)
+    names: tuple[Batching, ...] = (batching,)
+    if batching == "makespan":
+        names = ("arrival", "length", "latency")
     found = [each for name in names for each in _if_possible(_placed, problem, name)]
     found = found or _if_possible(_placed, problem, "arrival") or [_placed(problem, names[-1])]
     if batching == "makespan":
@@ -378,7 +380,7 @@ def _in_segments(
     starts = []
     # The cap may ask for micro-batches that more ranks share than a limit allows.
     while limit > 1 and (shared := _if_possible(_shared_start, one_stage, limit)):
-        searched = _searched(*shared, limit)
+        searched = _searched(shared[0], limit)
         starts.append(searched.arrangement)
         starts += [each.arrangement for each in shared if each.makespan_ms == searched.makespan_ms]
         limit //= 2
