@@ -122,7 +122,9 @@ class RaisePolicy(BudgetPolicy):
         share = SHARE_OF_STEP_FOR_FILLING_SEGMENTS if cut else SHARE_OF_STEP_FOR_FILLING
         effort = SearchEffort(share * rounded_ms(limit_ms))
         pipelines, budgets_of = units_of(problem, where, effort)
-        raised_LS = budgets_of(Filling(pipelines=pipelines, effort=effort).levels_JC(limit_ms))
+        raised_LS = budgets_of(
+            Filling(pipelines=pipelines, effort=effort, limit_ms=limit_ms).levels_JC()
+        )
         # Members of a row are level over all its segments, not in each.
         fits = problem.makespans_ms(raised_LS, where).max() <= limit_ms
         if not fits:

@@ -136,7 +136,8 @@ def _micro_batches(
     pair_ms_SC *= costs.slowness(where.cp_size_S, rank_S, costs.chunk_of_X)
     rises_J = np.bincount(place_S, ladder.rises_S, costs.job.places) > 0
     row_J = np.cumsum(rises_J) * rises_J
-    return _growth_NXQ(problem, ladder, row_J[place_S], rises_J.sum() + 1, pair_ms_SC), row_J
+    rows = int(rises_J.sum()) + 1
+    return _growth_NXQ(problem, ladder, row_J[place_S], rows, pair_ms_SC), row_J
 
 
 def _rows(
