@@ -45,8 +45,6 @@ def steps(draw):
     )
     job = replace(
         job_shape(ranks, stages * draw(st.sampled_from([1, 2])), stages, chunks),
-        if chunks > 1
-        else None,
         lockstep_ranks=draw(st.sampled_from([1, 2, ranks])) if ranks % 2 == 0 else ranks,
         context_parallel_size=2 if sharing == "equal" else 1,
     )
