@@ -11,7 +11,6 @@ and sample or size).
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -32,13 +31,12 @@ _NO_TIME = 1e-14
 class Ladder:
     """Budgets by price level, 0 (the floors) to LEVELS (everything that gains coverage).
 
-    ``size_S``: the size of every sample. ``blocks_Z``: its blocks. ``curves``: of coverage.
+    ``size_S``: the size of every sample. ``blocks_Z``: its blocks.
     """
 
     size_S: np.ndarray
     blocks_Z: np.ndarray
     budgets_QLZ: np.ndarray
-    curves: CoverageCurves
 
     @classmethod
     def of(cls, problem: BudgetProblem) -> "Ladder":
@@ -53,18 +51,8 @@ class Ladder:
         steps = budget_steps(
             whole, problem.coverage, allowed.floor_LS[:, first_Z], allowed.top_LS[:, first_Z]
         )
-        return cls(
-            size_S=size_S.reshape(-1),
-            blocks_Z=whole.blocks_S,
-            budgets_QLZ=budgets_by_level(steps),
-            curves=problem.coverage,
-        )
-
-    @cached_property
-    def coverage_ZLQ(self) -> np.ndarray:
-        """Coverage of a sample of each size; 0 where the curve is not known."""
-        coverage_QLZ = self.curves.coverage_LS(self.blocks_Z, self.budgets_QLZ)
-        return np.ascontiguousarray(np.nan_to_num(coverage_QLZ).transpose(2, 1, 0))
+        budgets_QLZ = budgets_by_level(steps)
+        return cls(size_S=size_S.reshape(-1), blocks_Z=whole.blocks_S, budgets_QLZ=budgets_QLZ)
 
     @property
     def rises_S(self) -> np.ndarray:
