@@ -190,8 +190,8 @@ class Annealing:
         if self.rules.max_cp_size > 1:
             cp_sizes_IWM = state.cp_sizes_RM[ranks_IW]
             changed.append((cp_sizes_IWM, moves.cp_size_IY))
-        position_I2 = np.stack([moves.a_I, moves.b_I], axis=1) % state.positions
-        group_I2 = np.stack([moves.a_I, moves.b_I], axis=1) // (state.positions * members)
+        rank_I2, position_I2 = np.divmod(moves.from_I2, state.positions)
+        group_I2 = rank_I2 // members
         together_I = (moves.kind_I == Kind.POSITIONS) & (group_I2[:, 0] == group_I2[:, 1])
         cp_size_IY = np.where(together_I[:, None], 0, moves.cp_size_IY)
         for offset in range(int(cp_size_IY.max(initial=0))):

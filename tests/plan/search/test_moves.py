@@ -26,8 +26,7 @@ def test_every_move_obeys(shape, seed):
             after = deepcopy(walk)
             after.drawing.apply(moves, move, ms_IYF)
             case.check(after.arrangement)
-            a, b = int(moves.a_I[move]), int(moves.b_I[move])
-            touched = {a // group_places, b // group_places}
+            touched = set((moves.from_I2[move] // group_places).tolist())
             assert all(pair_of_group.setdefault(group, pair) == pair for group in touched)
             changed_J = (walk.state.cp_size_J != after.state.cp_size_J) | (
                 walk.state.has_JX != after.state.has_JX
@@ -37,8 +36,8 @@ def test_every_move_obeys(shape, seed):
             assert set((np.flatnonzero(changed_J) // group_places).tolist()) <= touched
         assert all(list(pair_of_group.values()).count(pair) <= 2 for pair in moves.pair_I.tolist())
         swaps = moves.kind_I == Kind.SWAP
-        assert (walk.state.place_S[moves.x_I] == moves.a_I).all()
-        assert (walk.state.place_S[moves.y_I[swaps]] == moves.b_I[swaps]).all()
+        found_I2 = walk.state.place_S[moves.sample_I2] == moves.from_I2
+        assert found_I2[:, 0].all() and found_I2[swaps].all()
         walk.step()
 
 
