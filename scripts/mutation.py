@@ -48,6 +48,7 @@ LEAST_LIMIT_S = 10.0
 """CPU time that a change may take, beside three times what the tests take without it."""
 _MEMORY_BYTES = 14 << 30
 CP_SIZES = "tests/plan/test_cp_sizes.py"
+PLANS = "tests/plan/test_plans.py"
 SEGMENTS = "tests/plan/test_segments.py"
 CONTRACT = "tests/attention/kernels/test_contract.py"
 ATTENTION = "tests/attention/test_api.py"
@@ -66,10 +67,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         *(CP_SIZES, "tests/plan/test_candidates.py"),
     ),
     "plan/step_costs": (CP_SIZES, "tests/plan/test_step_costs.py"),
-    "plan/step_problem": (CP_SIZES, SEGMENTS, "tests/plan/test_lockstep_plans.py"),
+    "plan/step_problem": (PLANS, "tests/plan/test_lockstep_plans.py"),
     "plan/arrangement": (CP_SIZES,),
-    "plan/bounds": (CP_SIZES, SEGMENTS),
-    "plan/lockstep": ("tests/plan/test_lockstep_plans.py",),
+    "plan/bounds": (PLANS, CP_SIZES, SEGMENTS),
     "plan/candidates": (CP_SIZES, "tests/plan/test_lockstep_plans.py"),
     "plan/planner": ("tests/learn/test_scheduler.py", "tests/plan/test_golden_plans.py", CP_SIZES),
     "plan/groups": (CP_SIZES,),
@@ -78,7 +78,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *(SEGMENTS, "tests/plan/test_segments_lockstep.py", "tests/plan/test_segments_shared.py"),
     ),
     "plan/": (
-        *("tests/plan/test_planner.py", "tests/learn/test_scheduler.py"),
+        *(PLANS, "tests/plan/test_planner.py", "tests/learn/test_scheduler.py"),
         "tests/plan/test_golden_plans.py",
     ),
     "cost/table": ("tests/cost/test_model.py",),

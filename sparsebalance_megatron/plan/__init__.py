@@ -10,6 +10,6 @@
       budgets.policy             who would wait reads more
       bounds                     what no plan ends before
     step_costs, segments         ms of samples, micro-batches and pieces on ranks that share or wait
-    arrangement, groups  where samples are, who shares, who waits: a rank alone is a group
+    arrangement, groups          where samples are, who shares, who waits: a rank alone is a group
     pipeline                     orders of operations, and when they end
 """

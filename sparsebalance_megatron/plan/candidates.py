@@ -42,31 +42,6 @@ from sparsebalance_megatron.plan.search.segments import SegmentSearch
 from sparsebalance_megatron.plan.search_effort import SearchEffort
 from sparsebalance_megatron.plan.step_problem import StepProblem
 
-LEAST_GAIN = 0.99
-"""Segments are used where the step takes less than this share of its time in one piece."""
-_EQUAL_RANKS = 1.05
-"""Largest work of a rank over the mean at which ranks alone are as good as equal."""
-_MAX_WEIGHTS_OVER_MEAN = (np.inf, 4.0, 2.0, 1.0)
-"""Starts that share: the most a sample may weigh per rank, over the mean of all positions."""
-_SKIP_RATIO_TO_BOUND = 1.03
-"""Other cp_sizes are not searched where equal ones are within this ratio of the lower bound. Large
-jobs without very long samples usually are; the search would double their planning time."""
-_EFFORT_FROM_BEST = 0.25
-"""Effort for a larger largest cp_size from the best step found before, over that from its own
-starts."""
-_FULL_EFFORT_CP_SIZE = 8
-"""Largest cp_size up to which every search for a larger one may take its whole effort."""
-_FALL_TO_ENDS = 0.85
-"""How much lower than a row in the middle of the schedule one at its very end is, as a share."""
-
-
-_SHARE_OF_STEP, _SHARE_PACKED, _SHARE_WITH_CP_SIZES = 0.02, 0.06, 0.10
-"""What a search may take of the step's time, during the step before: with one sample a micro-batch;
-with several, where there are more placements to tell apart; and where ranks that wait for one
-another are simulated together, few candidates at a time."""
-_RATIO_TO_BOUND, _RATIO_TO_BOUND_WITH_CP_SIZES = 1.001, 1.005
-"""Within which ratio of the lower bound a search ends."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
@@ -104,10 +79,13 @@ class Candidate:
             sum_ms=rounded_ms(ms_R.sum()),
         )
 
+    def __lt__(self, other: "Candidate") -> bool:
+        """Whether it is shorter; of equal steps, in the sum of its ranks."""
+        return (self.makespan_ms, self.sum_ms) < (other.makespan_ms, other.sum_ms)
 
-def _makespan_ms(candidate: Candidate) -> tuple[float, float]:
-    """What the shortest step has least of, the step's before the sum of its ranks'."""
-    return candidate.makespan_ms, candidate.sum_ms
+
+LEAST_GAIN = 0.99
+"""Segments are used where the step takes less than this share of its time in one piece."""
 
 
 def best_candidate(problem: StepProblem) -> Candidate:
@@ -122,7 +100,7 @@ def best_candidate(problem: StepProblem) -> Candidate:
     if placed is not None:
         return _as_placed(problem.of_groups, placed)
     try:
-        equal = min(_of_equal_cp_size(problem.of_groups), key=_makespan_ms)
+        equal = min(_of_equal_cp_size(problem.of_groups))
     except PlanError:
         if not plan_settings.plans_cp_sizes:
             raise
@@ -135,7 +113,7 @@ def best_candidate(problem: StepProblem) -> Candidate:
         cut = _in_segments(problem, equal, whole)
     limit_ms = rounded_ms(LEAST_GAIN * whole.makespan_ms)
     shorter = [each for each in cut if each.makespan_ms < limit_ms]
-    return min(shorter or [whole], key=_makespan_ms)
+    return min(shorter or [whole])
 
 
 def _if_possible(make: Callable[..., Candidate], *arguments: object) -> list[Candidate]:
@@ -172,7 +150,9 @@ def _of_equal_cp_size(problem: StepProblem) -> list[Candidate]:
         PlanError: none of the policy's placements exists.
     """
     batching = problem.plan_settings.config.batching
-    names = ("arrival", "length", "latency") if batching == "makespan" else (batching,)
+    names: tuple[Batching, ...] = (batching,)
+    if batching == "makespan":
+        names = ("arrival", "length", "latency")
     found = [each for name in names for each in _if_possible(_placed, problem, name)]
     found = found or _if_possible(_placed, problem, "arrival") or [_placed(problem, names[-1])]
     if batching == "makespan":
@@ -195,6 +175,14 @@ def _placed(problem: StepProblem, batching: Batching) -> Candidate:
         case _:
             placement = problem.balanced_by(problem.expected_2SX)
     return Candidate.of(problem, Arrangement.of_placement(placement), batching)
+
+
+_SHARE_OF_STEP, _SHARE_PACKED, _SHARE_WITH_CP_SIZES = 0.02, 0.06, 0.10
+"""What a search may take of the step's time, during the step before: with one sample a micro-batch;
+with several, where there are more placements to tell apart; and where ranks that wait for one
+another are simulated together, few candidates at a time."""
+_RATIO_TO_BOUND, _RATIO_TO_BOUND_WITH_CP_SIZES = 1.001, 1.005
+"""Within which ratio of the lower bound a search ends."""
 
 
 def _searched(start: Candidate, max_cp_size: int = 1, effort: float = 1.0) -> Candidate:
@@ -238,7 +226,11 @@ def _best_rows(problem: StepProblem) -> list[Candidate]:
         other = [each for number in numbers for each in _rows(problem.with_positions(number))]
     elif job.pipeline_stages > 1 and len(problem.lengths_tokens) > job.places:
         other = _rows(problem, falls_to_ends=True)
-    return [min(each, key=_makespan_ms) for each in (own, other) if each]
+    return [min(each) for each in (own, other) if each]
+
+
+_FALL_TO_ENDS = 0.85
+"""How much lower than a row in the middle of the schedule one at its very end is, as a share."""
 
 
 def _rows(problem: StepProblem, *, falls_to_ends: bool = False) -> list[Candidate]:
@@ -279,6 +271,16 @@ def _rows(problem: StepProblem, *, falls_to_ends: bool = False) -> list[Candidat
     return found
 
 
+_SKIP_RATIO_TO_BOUND = 1.03
+"""Other cp_sizes are not searched where equal ones are within this ratio of the lower bound. Large
+jobs without very long samples usually are; the search would double their planning time."""
+_EFFORT_FROM_BEST = 0.25
+"""Effort for a larger largest cp_size from the best step found before, over that from its own
+starts."""
+_FULL_EFFORT_CP_SIZE = 8
+"""Largest cp_size up to which every search for a larger one may take its whole effort."""
+
+
 def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
     """The best of planned cp_sizes and of equal ones, if there are any.
 
@@ -310,8 +312,12 @@ def _with_cp_sizes(problem: StepProblem, equal: Candidate | None) -> Candidate:
         if best is not None and best.problem.job.data_parallel_size == ranks:
             found.append(_searched(best, largest, effort * _EFFORT_FROM_BEST))
         found += [_searched(start, largest, effort / len(starts)) for start in starts]
-        best = min(found, key=_makespan_ms, default=None)
+        best = min(found, default=None)
     return best or _shared_start(steps[-1], limit)
+
+
+_MAX_WEIGHTS_OVER_MEAN = (np.inf, 4.0, 2.0, 1.0)
+"""Starts that share: the most a sample may weigh per rank, over the mean of all positions."""
 
 
 def _shared_start(problem: StepProblem, max_cp_size: int) -> Candidate:
@@ -335,7 +341,11 @@ def _shared_start(problem: StepProblem, max_cp_size: int) -> Candidate:
 
     choices = list(product(_MAX_WEIGHTS_OVER_MEAN, widest))
     found = [each for choice in choices for each in _if_possible(start, *choice)]
-    return min(found or [start(*choices[-1])], key=_makespan_ms)
+    return min(found or [start(*choices[-1])])
+
+
+_EQUAL_RANKS = 1.05
+"""Largest work of a rank over the mean at which ranks alone are as good as equal."""
 
 
 def _in_segments(
@@ -369,7 +379,7 @@ def _in_segments(
     starts = []
     # The cap may ask for micro-batches that more ranks share than a limit allows.
     while limit > 1 and (shared := _if_possible(_shared_start, one_stage, limit)):
-        searched = _searched(*shared, limit)
+        searched = _searched(shared[0], limit)
         starts.append(searched.arrangement)
         starts += [each.arrangement for each in shared if each.makespan_ms == searched.makespan_ms]
         limit //= 2

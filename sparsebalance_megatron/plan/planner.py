@@ -5,7 +5,7 @@ The shortest of all :mod:`.candidates` has its budgets tuned (:mod:`.budgets`) a
 """
 
 from dataclasses import replace
-from itertools import chain, pairwise, starmap
+from itertools import pairwise, starmap
 
 import numpy as np
 
@@ -13,9 +13,11 @@ from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.bounds import segmented_bound_ms, step_bounds
 from sparsebalance_megatron.plan.budgets.policy import (
     TunedBudgets,
+    in_order,
     leading_LS,
     step_problem,
     tune,
+    with_leading,
 )
 from sparsebalance_megatron.plan.candidates import best_candidate
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
@@ -27,33 +29,23 @@ from sparsebalance_megatron.plan.step_problem import PlanInputs, StepProblem
 def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
     """The plan of one step: place the samples, then tune their budgets.
 
-    Batching ``makespan`` keeps the best of arrival order, token balance, latency balance and the
-    latter improved by search, by simulated makespan at the expected budgets;
-    ``StepPlan.batching`` names the winner. ``arrival``, ``length`` and ``latency`` mean just
-    that, except that a balanced packing which the token cap defeats gives way to arrival order
-    where that fits.
-
-    Where ranks run in lockstep, batching ``makespan`` places samples in rows, too, and the step may
-    have fewer micro-batches on every rank than the job.
+    Batching ``makespan`` keeps the shortest of all :mod:`.candidates`, and ``StepPlan.batching``
+    names what won. ``arrival``, ``length`` and ``latency`` mean just that, except that a balanced
+    packing which the token cap defeats gives way to arrival order where that fits.
 
     A placement that is given stays as it is, whatever its tokens, and only its budgets are chosen.
-
-    Every micro-batch has the job's context-parallel size, unless the policy lets cp_sizes
-    be planned and batching is ``makespan``; then those that fit the samples are used where they
-    give the shorter step. Tuning ``anchor`` has no cp_sizes to choose: the anchor is a
-    micro-batch's latency.
 
     Raises:
         PlanError: no placement exists, or the inputs contradict one another.
     """
     problem = step_problem(inputs)
     best = best_candidate(problem)
-    where, tuned = best.arrangement, tune(best.problem, best.arrangement)
+    where = best.arrangement
+    tuned = tune(with_leading(best.problem, where), where)
     problem = problem.with_positions(best.problem.job.micro_batches)
     if best.problem.job.data_parallel_size < problem.job.data_parallel_size:
         where = Arrangement.of_placement(where.samples, problem.job.context_parallel_size)
-    order_I = _in_order(problem, where, tuned.dense_LS)
-    # Layers find dense documents side by side, first in their micro-batch.
+    order_I = in_order(problem, where, tuned.dense_LS)
     leading = leading_LS(tuned.dense_LS, order_I, where.micro_batch_of_S)
     tuned = replace(tuned, dense_LS=leading)
     plan = StepPlan(
@@ -72,20 +64,6 @@ def plan_step(step: int, inputs: PlanInputs) -> StepPlan:
         replace(inputs.plan_settings, max_tokens_per_micro_batch=cap_tokens),
     )
     return plan
-
-
-def _in_order(problem: StepProblem, arrangement: Arrangement, dense_LS: np.ndarray) -> np.ndarray:
-    """The samples of all micro-batches, one after another.
-
-    Those of a micro-batch in one piece that most layers attend to densely are first, so that these
-    find them side by side; else samples keep their order. A caller's own placement keeps its order,
-    too: the caller may have packed by it.
-    """
-    sample_I = np.array([*chain.from_iterable(chain.from_iterable(arrangement.samples))])
-    if problem.inputs.placement is not None or arrangement.segment_starts_blocks:
-        return sample_I
-    dense_layers_I, place_I = dense_LS.sum(axis=0)[sample_I], arrangement.micro_batch_of_S[sample_I]
-    return sample_I[np.lexsort((-dense_layers_I, place_I))]
 
 
 def _micro_batches(
@@ -138,9 +116,9 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
         times_2RPVM = costs.own_ms_2RPVM(tuned_2SX, arrangement)
         makespans_E = makespans_ms(costs.micro_batch_ms(tuned_2SX, arrangement))
     times_2RPVM.flags.writeable = False
-    constant_ms = costs.job.places * costs.constant_2C.sum()
     tuned_work, base_work = (
-        constant_ms + sample_2SX.sum() for sample_2SX in (tuned_2SX, problem.base_2SX)
+        each.job.places * each.constant_2C.sum() + sample_2SX.sum()
+        for each, sample_2SX in ((costs, tuned_2SX), (problem.costs, problem.base_2SX))
     )
     coverage_mean, coverage_min = _coverage(problem, tuned.budgets_LS)
     return Expectation(
@@ -160,24 +138,22 @@ def expectation(problem: StepProblem, arrangement: Arrangement, tuned: TunedBudg
 def _lower_bound_ms(problem: StepProblem) -> float:
     """A bound for all placements of these samples at all budgets, cp_sizes, segments and
     numbers of positions that are allowed."""
-    limit = problem.plan_settings.max_cp_size if problem.plan_settings.plans_cp_sizes else 1
-    if problem.plan_settings.plans_segments(problem.job) and (
-        problem.job.lockstep_ranks == 1 or limit == 1
-    ):
-        return segmented_bound_ms(problem, limit)
-    bounded = problem if problem.plan_settings.plans_cp_sizes else problem.of_groups
+    settings, bounded = problem.plan_settings, problem.of_groups
+    limit, segmented_ms = 1, np.inf
+    if settings.plans_cp_sizes:
+        limit, bounded = settings.max_cp_size, problem
+    if settings.plans_segments(problem.job):
+        # A step of lockstep groups runs in segments or with planned cp_sizes, not both.
+        if problem.job.lockstep_ranks == 1 or limit == 1:
+            return segmented_bound_ms(problem, limit)
+        segmented_ms = segmented_bound_ms(problem)
     if problem.plans_positions:
         # Every position costs something, and a bound of one position holds for any number.
         bounded = bounded.with_positions(1)
     costs = bounded.costs
     floor_2SX = costs.sample_ms(bounded.allowed.floor_LS)
     bound_ms = step_bounds(floor_2SX, costs, limit).bound_ms * float(costs.slowness_RP.min())
-    # A step of lockstep groups runs in segments or with planned cp_sizes, not both.
-    return (
-        min(bound_ms, segmented_bound_ms(problem))
-        if problem.plan_settings.plans_segments(problem.job)
-        else bound_ms
-    )
+    return min(bound_ms, segmented_ms)
 
 
 def _coverage(problem: StepProblem, budgets_LS: np.ndarray) -> tuple[float | None, float | None]:

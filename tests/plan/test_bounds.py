@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import (
-    DEFAULT_TUNING,
     cost_model,
     costs_without_constants,
     flat,
@@ -64,31 +63,6 @@ def test_no_placement_of_samples_beats_the_bound(shape, seed, kind, size, is_sha
         where = placed(micro_batch_of_S, job, cp_sizes_RM)
         slowest = makespans_ms(costs.micro_batch_ms(sample_2SX, where)).max()
         assert slowest >= bound_ms * (1 - 1e-12)
-
-
-@given(
-    st.sampled_from([(4, 3, 1, 1), (4, 4, 2, 1), (8, 2, 2, 2), (2, 5, 4, 1), (4, 1, 1, 1)]),
-    st.integers(0, 2**32 - 1),
-    st.sampled_from([2, 4]),
-    st.sampled_from([1, 2, 4]),
-)
-def test_no_plan_of_ranks_that_divide_experts_beats_the_bound(shape, seed, members, most_ranks):
-    """Devices differ, and a sample's experts take from a little of its time to nearly all."""
-    generator = np.random.default_rng(seed)
-    changes = (
-        {"max_cp_size": min(most_ranks, shape[0])}
-        if most_ranks > 1
-        else {"positions": ("fixed", "planned")[int(generator.integers(2))]}
-    )
-    tuning = str(generator.choice(["off", DEFAULT_TUNING]))
-    members, size = min(members, shape[0]), int(generator.integers(1, 3))
-    inputs = arguments(shape, seed, members, size=size, tuning=tuning, **changes)
-    row = generator.uniform(0.0, 0.1), generator.uniform(), 10 ** generator.uniform(-5, -2), 0, 0
-    slowness_RP = generator.uniform(0.7, 1.5, (shape[0], shape[2]))
-    scales = StageScales.of(inputs["scales"].scales_2PV, slowness_RP)
-    cost = with_part(inputs["cost"], row)
-    expected = planned(**inputs | {"cost": cost, "scales": scales}).expectation
-    assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-9)
 
 
 def test_equal_samples_of_ranks_that_divide_experts_attain_the_bound():

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import plan as oracle
 from plan.plan_cases import (
-    DEFAULT_TUNING,
     changed_settings,
     cost_model,
     flat,
@@ -64,29 +62,6 @@ def test_the_longest_chain_through_a_shared_micro_batch(shape, seed):
         assert (max(grown_ms) <= step_ms * (1 + 1e-9)) == same
 
 
-@settings(max_examples=12)
-@given(SHAPES, SEEDS, st.sampled_from(["spread", "equal", "long"]), st.sampled_from([1, 2]))
-def test_plans_of_planned_cp_sizes_are_valid(shape, seed, kind, c):
-    given_ = arguments(
-        shape, seed, kind=kind, size=2, c=c,
-        context_parallel="dynamic", max_cp_size=shape[0],
-    )  # fmt: skip
-    given_["lengths_tokens"] = [max(length, 64 * shape[0]) for length in given_["lengths_tokens"]]
-    plan = planned(**given_)
-    assert plan.digest() == planned(**given_).digest()
-    cp_sizes_RM = np.array(
-        [
-            [micro_batch.cp_size for micro_batch in plan.for_rank(r).micro_batches]
-            for r in range(shape[0])
-        ]
-    )
-    name = "no_pipeline" if shape[2] == 1 else "interleaved" if shape[3] > 1 else "1f1b"
-    expected = plan.expectation
-    naive = oracle.waiting_makespans(*expected.times_2RPVM.tolist(), cp_sizes_RM.tolist(), name)
-    assert expected.rank_makespan_ms == pytest.approx(naive, rel=1e-9)
-    assert expected.lower_bound_ms <= expected.makespan_ms * (1 + 1e-12)
-
-
 def test_a_shared_micro_batch_holds_its_cap_for_every_rank():
     given_ = arguments(
         (2, 1),
@@ -101,15 +76,6 @@ def test_a_shared_micro_batch_holds_its_cap_for_every_rank():
         PlanError, match=r"101 tokens.*fits in no micro-batch of 1000 tokens per rank"
     ):
         planned(**given_ | {"lengths_tokens": [1900, 101]})
-
-
-@pytest.mark.parametrize("tuning", ["off", "anchor", DEFAULT_TUNING])
-@pytest.mark.parametrize("batching", ["arrival", "latency", "makespan"])
-def test_static_cp_sizes_are_those_of_the_job(tuning, batching):
-    given_ = arguments((4, 4, 2, 1), 3, c=2, batching=batching, tuning=tuning)
-    plan = planned(**given_)
-    assert {micro_batch.cp_size for micro_batch in plan.micro_batches} == {2}
-    assert plan.expectation.lower_bound_ms <= plan.expectation.makespan_ms
 
 
 @pytest.mark.parametrize(("beyond_two", "most_ranks"), [(1.0, 4), (1e6, 2)])

@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import (
-    DEFAULT_TUNING,
     changed,
-    check_segment_ms,
     cost_model,
     job_shape,
     makespans_of_cuts,
     planned,
-    planned_no_slower,
     problem_of,
     random_lengths,
     step_inputs,
@@ -132,25 +129,6 @@ def inputs(lengths, *, micro_batches=4, **changes):
     return step_inputs(
         *(job, lengths), cost=cost, **{"max_segments": 8, "segment_tokens": 256} | changes
     )
-
-
-@settings(max_examples=15)
-@given(
-    seed=st.integers(0, 999),
-    kind=st.sampled_from(["spread", "long", "equal", "tiny"]),
-    packed=st.booleans(),
-    tuning=st.sampled_from([DEFAULT_TUNING, "off"]),
-)
-def test_plans_with_segments_hold_what_plans_hold(seed, kind, packed, tuning):
-    lengths = random_lengths(16 if packed else 8, seed, kind=kind)
-    given_ = inputs(lengths, tuning=tuning)
-    plan = planned_no_slower(given_, {"max_segments": 1}, {"tuning": "off"})
-    for micro_batch in plan.micro_batches:
-        if micro_batch.segments > 1:
-            assert micro_batch.segment_tokens(64).min() >= 256
-    is_cut = any(micro_batch.segments > 1 for micro_batch in plan.micro_batches)
-    assert len(plan.expectation.segment_ms) == (2 if is_cut else 0)
-    check_segment_ms(plan)
 
 
 def test_one_long_sample_is_cut_and_the_step_gets_shorter():

@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan.plan_cases import (
     changed,
-    check_segment_ms,
     cost_model,
     job_shape,
     planned,
-    planned_no_slower,
     problem_of,
     random_cp_sizes,
     random_lengths,
@@ -201,19 +199,6 @@ def test_the_bound_holds_for_steps_of_both():
         )
         bound_ms = segmented_bound_ms(problem, 2)
         assert 0.2 * least_ms < bound_ms <= least_ms * (1 + 1e-9)
-
-
-@settings(max_examples=12)
-@given(
-    seed=st.integers(0, 999),
-    kind=st.sampled_from(["spread", "long", "equal"]),
-    ranks=st.sampled_from([2, 4]),
-    segment_tokens=st.sampled_from([1, 256]),
-)
-def test_plans_of_both_hold_what_plans_hold(seed, kind, ranks, segment_tokens):
-    lengths = random_lengths(8 if ranks == 2 else 16, seed, kind=kind)
-    given_ = inputs(lengths, ranks=ranks, segment_tokens=segment_tokens)
-    check_segment_ms(planned_no_slower(given_, {"max_segments": 1}, {"context_parallel": "static"}))
 
 
 def test_two_long_samples_on_four_ranks_are_shared_and_cut():

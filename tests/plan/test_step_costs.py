@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost terms of a step against a loop over layers, samples and parts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -71,6 +73,15 @@ def test_matches_naive_sum(seed, pipeline):
         )
         assert forward[d, p, v, m] == pytest.approx(expected * scale[0, p, v], rel=1e-9)
         assert backward[d, p, v, m] == pytest.approx(2 * expected * scale[1, p, v], rel=1e-9)
+
+
+def test_other_dense_documents_change_all_that_follows_from_them():
+    dense_LS = np.array([[True, True], [True, False], [False, False], [True, True]])
+    given_ = [100, 9000], job_shape(1, 2, 2), cost_model(BLOCK), StageScales.ones(2)
+    found, expected = replace(step_costs(*given_), dense_LS=dense_LS), step_costs(*given_, dense_LS)
+    np.testing.assert_array_equal(found.constant_2C, expected.constant_2C)
+    budgets_LS = np.full((4, 2), 8)
+    np.testing.assert_array_equal(found.sample_ms(budgets_LS), expected.sample_ms(budgets_LS))
 
 
 def test_stages_without_layers_cost_only_their_ends():

@@ -17,7 +17,7 @@ from plan.plan_cases import (
     placed,
     random_cp_sizes,
     random_lengths,
-    with_experts,
+    with_experts_part,
 )
 
 from sparsebalance_megatron.cost.model import StageScales
@@ -29,7 +29,7 @@ SHAPES = st.sampled_from([(4, 3, 1, 1), (4, 2, 2, 1), (2, 2, 2, 2), (8, 2, 1, 1)
 
 
 def costs_of(shape, seed, samples=5, lockstep_ranks=2):
-    """Costs of random lengths, with unequal stages and some dense layers."""
+    """Costs of random lengths, with unequal stages, experts and some dense layers."""
     generator = np.random.default_rng(seed)
     job = replace(job_shape(*shape), lockstep_ranks=lockstep_ranks)
     scales_2PV = generator.uniform(0.5, 2.0, (2, *shape[2:]))
@@ -37,7 +37,8 @@ def costs_of(shape, seed, samples=5, lockstep_ranks=2):
     scales = replace(StageScales.of(scales_2PV), slowness_RP=slowness_RP)
     dense_LS = generator.random((job.layers, samples)) < 0.3
     lengths = random_lengths(samples, seed, longest=20000)
-    return step_costs(lengths, job, cost_model(), scales, dense_LS)
+    row = 0.0, generator.uniform(), 1e-3 * generator.uniform(), 0.0, 0.0
+    return step_costs(lengths, job, with_experts_part(cost_model(), row), scales, dense_LS)
 
 
 @given(SEEDS, SHAPES, st.sampled_from([1, 2, 4]))
@@ -66,7 +67,7 @@ def test_costs_of_groups_are_those_of_samples_that_all_their_ranks_share(seed, s
 
 
 def placed_case(shape, seed, lockstep_ranks, most_ranks):
-    """Samples in every micro-batch, budgets and experts' times."""
+    """Samples in every micro-batch, and budgets."""
     generator = np.random.default_rng(seed)
     cp_sizes_RM = random_cp_sizes(*shape[:2], min(most_ranks, shape[0]), seed)
     places_RM = np.arange(shape[0] * shape[1]).reshape(cp_sizes_RM.shape)
@@ -74,7 +75,6 @@ def placed_case(shape, seed, lockstep_ranks, most_ranks):
     micro_batch_of_S = np.r_[first_J, generator.choice(first_J, 5)]
     samples = len(micro_batch_of_S)
     costs = costs_of(shape, seed, samples, lockstep_ranks)
-    costs = with_experts(costs, seed)
     budgets_LS = generator.integers(1, 40, (costs.job.layers, samples))
     return costs, budgets_LS, placed(micro_batch_of_S, costs.job, cp_sizes_RM)
 

@@ -37,13 +37,14 @@ _CALLS_OF_LONGEST_THROUGH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Filling:
-    """Pipelines to fill, and what filling them may simulate."""
+    """Pipelines to fill up to ``limit_ms``, and what filling them may simulate."""
 
     pipelines: Pipelines
     effort: SearchEffort
+    limit_ms: float
 
-    def levels_JC(self, limit_ms: float) -> np.ndarray:
-        """The price level of every unit once all rank groups are filled up to ``limit_ms``.
+    def levels_JC(self) -> np.ndarray:
+        """The price level of every unit once all rank groups are filled.
 
         A micro-batch that ranks share has its units on the first of them; those of the others stay
         0.
@@ -55,14 +56,14 @@ class Filling:
             if not len(groups_I) or not self.effort.left:
                 break
             rising_IU = rising_EU[groups_I]
-            level_IU, rose_I = self._rise(groups_I, level_EU[groups_I], rising_IU, limit_ms)
+            level_IU, rose_I = self._rise(groups_I, level_EU[groups_I], rising_IU)
             rising_IU = rising_IU & (level_IU < self.pipelines.levels)
             level_EU[groups_I] = level_IU
-            rising_EU[groups_I] = self._go_on(groups_I, level_IU, rising_IU, rose_I, limit_ms)
+            rising_EU[groups_I] = self._go_on(groups_I, level_IU, rising_IU, rose_I)
         return level_EU.reshape(self.pipelines.shape_JC)
 
     def _rise(
-        self, groups_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, limit_ms: float
+        self, groups_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Levels after the largest common stride that fits, and which rank groups rose at all, [I].
 
@@ -78,7 +79,7 @@ class Filling:
             return np.minimum(level_IU + strides_XIU, pipelines.levels)
 
         def fits(stride_XI: np.ndarray) -> np.ndarray:
-            return pipelines.makespans_ms(groups_I, risen(stride_XI)) <= limit_ms
+            return pipelines.makespans_ms(groups_I, risen(stride_XI)) <= self.limit_ms
 
         low_I = np.zeros_like(groups_I)
         if operations * strides <= _MAX_OPERATIONS_AT_ONCE:
@@ -94,12 +95,7 @@ class Filling:
         return risen(low_I), low_I > 0
 
     def _go_on(
-        self,
-        groups_I: np.ndarray,
-        level_IU: np.ndarray,
-        rising_IU: np.ndarray,
-        rose_I: np.ndarray,
-        limit_ms: float,
+        self, groups_I: np.ndarray, level_IU: np.ndarray, rising_IU: np.ndarray, rose_I: np.ndarray
     ) -> np.ndarray:
         """Mask of the rising units that rise in the next round as well, [I, U]."""
         pipelines = self.pipelines
@@ -107,8 +103,8 @@ class Filling:
         self.effort.spend(operations * _CALLS_OF_LONGEST_THROUGH)
         through_IU = pipelines.longest_through_ms(groups_I, level_IU)
         added_IU = pipelines.next_level_ms(groups_I, level_IU, rising_IU)
-        fits_IU = through_IU + added_IU <= limit_ms
+        fits_IU = through_IU + added_IU <= self.limit_ms
         together_I1 = np.where(rising_IU, added_IU, 0.0).sum(axis=1, keepdims=True)
         stuck_I = ~rose_I & (fits_IU | ~rising_IU).all(axis=1)
-        in_the_way_IU = stuck_I[:, None] & (through_IU + together_I1 > limit_ms)
+        in_the_way_IU = stuck_I[:, None] & (through_IU + together_I1 > self.limit_ms)
         return rising_IU & fits_IU & ~in_the_way_IU

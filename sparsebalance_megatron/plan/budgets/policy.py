@@ -4,10 +4,10 @@
 Shape legend: I steps of budgets.
 """
 
-import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -87,7 +87,7 @@ class AnchorPolicy(BudgetPolicy):
         ms_I = steps.pairs_LSK.ravel()[index_I] * costs.pair_ms_L[layer_I[order]]
         taken = np.zeros(steps.pairs_LSK.size, dtype=bool)
         bounds = np.searchsorted(micro_batch_I, np.arange(len(latency_J) + 1))
-        for micro_batch, (first, last) in enumerate(itertools.pairwise(bounds)):
+        for micro_batch, (first, last) in enumerate(pairwise(bounds)):
             path = start_J[micro_batch] + np.concatenate([[0.0], np.cumsum(ms_I[first:last])])
             nearest = int(np.abs(path - anchor_ms).argmin())
             taken[index_I[first : first + nearest]] = True
@@ -122,7 +122,9 @@ class RaisePolicy(BudgetPolicy):
         share = SHARE_OF_STEP_FOR_FILLING_SEGMENTS if cut else SHARE_OF_STEP_FOR_FILLING
         effort = SearchEffort(share * rounded_ms(limit_ms))
         pipelines, budgets_of = units_of(problem, where, effort)
-        raised_LS = budgets_of(Filling(pipelines=pipelines, effort=effort).levels_JC(limit_ms))
+        raised_LS = budgets_of(
+            Filling(pipelines=pipelines, effort=effort, limit_ms=limit_ms).levels_JC()
+        )
         # Members of a row are level over all its segments, not in each.
         fits = problem.makespans_ms(raised_LS, where).max() <= limit_ms
         if not fits:
@@ -154,8 +156,8 @@ def no_dearer_than_dense_LS(
     dearer_LS = may_be_dense_LS & (more_2LS(raised_LS) >= 0.0).all(axis=0)
     dearer_LS &= more_2LS(base_LS).sum(axis=0) < 0.0
     wanted_LS = dearer_LS | costs.dense_LS
-    order_S = np.lexsort((-wanted_LS.sum(axis=0), where.micro_batch_of_S))
-    becomes_LS = leading_LS(wanted_LS, order_S, where.micro_batch_of_S) & dearer_LS
+    order_I = in_order(problem, where, wanted_LS)
+    becomes_LS = leading_LS(wanted_LS, order_I, where.micro_batch_of_S) & dearer_LS
     # One that read everything by lists would be attended to densely.
     most_LS = np.where(may_be_dense_LS, np.minimum(raised_LS, costs.blocks_S - 1), raised_LS)
     low_LS, high_LS = np.where(may_be_dense_LS, base_LS, raised_LS), most_LS
@@ -177,6 +179,30 @@ def _may_be_dense_LS(
         return np.zeros_like(costs.dense_LS)
     chosen_LS = (budgets_LS > problem.allowed.base_LS) | problem.pinned_S
     return np.asarray(chosen_LS & ~costs.dense_LS)
+
+
+def in_order(problem: StepProblem, where: Arrangement, dense_LS: np.ndarray) -> np.ndarray:
+    """The samples of all micro-batches, one after another.
+
+    Those of a micro-batch in one piece that most layers attend to densely are first, so that these
+    find them side by side; else samples keep their order. A caller's own placement keeps its order,
+    too: the caller may have packed by it.
+    """
+    sample_I = np.array([*chain.from_iterable(chain.from_iterable(where.samples))])
+    if problem.inputs.placement is not None or where.segment_starts_blocks:
+        return sample_I
+    dense_layers_I, place_I = dense_LS.sum(axis=0)[sample_I], where.micro_batch_of_S[sample_I]
+    return sample_I[np.lexsort((-dense_layers_I, place_I))]
+
+
+def with_leading(problem: StepProblem, where: Arrangement) -> StepProblem:
+    """The problem of placed samples, where layers attend densely to those that they find side by
+    side, first in their micro-batch, and to others by lists."""
+    dense_LS, place_S = problem.costs.dense_LS, where.micro_batch_of_S
+    found_LS = leading_LS(dense_LS, in_order(problem, where, dense_LS), place_S)
+    if (found_LS == dense_LS).all():
+        return problem
+    return replace(problem, costs=replace(problem.costs, dense_LS=found_LS))
 
 
 def leading_LS(

@@ -11,7 +11,6 @@ and sample or size).
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -32,13 +31,12 @@ _NO_TIME = 1e-14
 class Ladder:
     """Budgets by price level, 0 (the floors) to LEVELS (everything that gains coverage).
 
-    ``size_S``: the size of every sample. ``blocks_Z``: its blocks. ``curves``: of coverage.
+    ``size_S``: the size of every sample. ``blocks_Z``: its blocks.
     """
 
     size_S: np.ndarray
     blocks_Z: np.ndarray
     budgets_QLZ: np.ndarray
-    curves: CoverageCurves
 
     @classmethod
     def of(cls, problem: StepProblem) -> "Ladder":
@@ -51,19 +49,9 @@ class Ladder:
         size_S = np.where(problem.pinned_S, own_S, blocks_S)
         _, first_Z, size_S = np.unique(size_S, return_index=True, return_inverse=True)
         floor_LZ, top_LZ = allowed.floor_LS[:, first_Z], allowed.top_LS[:, first_Z]
-        steps = budget_steps(costs, problem.coverage, blocks_S[first_Z], floor_LZ, top_LZ)
-        return cls(
-            size_S=size_S,
-            blocks_Z=blocks_S[first_Z],
-            budgets_QLZ=budgets_by_level(steps),
-            curves=problem.coverage,
-        )
-
-    @cached_property
-    def coverage_ZLQ(self) -> np.ndarray:
-        """Coverage of a sample of each size; 0 where the curve is not known."""
-        coverage_QLZ = self.curves.coverage_LS(self.blocks_Z, self.budgets_QLZ)
-        return np.ascontiguousarray(np.nan_to_num(coverage_QLZ).transpose(2, 1, 0))
+        blocks_Z = blocks_S[first_Z]
+        steps = budget_steps(costs, problem.coverage, blocks_Z, floor_LZ, top_LZ)
+        return cls(size_S=size_S, blocks_Z=blocks_Z, budgets_QLZ=budgets_by_level(steps))
 
     @property
     def rises_S(self) -> np.ndarray:

@@ -136,7 +136,8 @@ def _micro_batches(
     pair_ms_SC *= costs.slowness(where.cp_size_S, rank_S, costs.chunk_of_X)
     rises_J = np.bincount(place_S, ladder.rises_S, costs.job.places) > 0
     row_J = np.cumsum(rises_J) * rises_J
-    return _growth_NXQ(problem, ladder, row_J[place_S], rises_J.sum() + 1, pair_ms_SC), row_J
+    rows = int(rises_J.sum()) + 1
+    return _growth_NXQ(problem, ladder, row_J[place_S], rows, pair_ms_SC), row_J
 
 
 def _rows(
@@ -159,8 +160,10 @@ def _rows(
     slowness_RL = costs.slowness_RP[:, costs.chunk_of_layer_L // job.virtual_stages]
     ms_JLQ *= np.repeat(slowness_RL, job.micro_batches, axis=0)[..., None]
     ms_XLWQ = by_row_XLWQ(ms_JLQ)
-    covered_JLQ = _sums_J(ladder.coverage_ZLQ[ladder.size_S], place_S, job.places)
-    covered_XLWQ = by_row_XLWQ(covered_JLQ)
+    # 0 where the curve is not known.
+    covered_QLZ = problem.coverage.coverage_LS(ladder.blocks_Z, ladder.budgets_QLZ)
+    covered_SLQ = np.nan_to_num(covered_QLZ).T[ladder.size_S]
+    covered_XLWQ = by_row_XLWQ(_sums_J(covered_SLQ, place_S, job.places))
 
     low_XL = ms_XLWQ[..., 0].max(axis=2)
     high_XL = np.maximum(ms_XLWQ[..., -1].max(axis=2), low_XL * ROUNDING)

@@ -4,7 +4,6 @@
 Shape legend: R data-parallel ranks or candidate pipelines, O operations, X columns of times.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise, starmap
@@ -16,8 +15,6 @@ from sparsebalance_megatron.plan.groups import Members
 from sparsebalance_megatron.plan.pipeline.orders import (
     PipelineOrder,
     Schedule,
-    meeting_order,
-    segmented_order,
 )
 
 
@@ -168,7 +165,7 @@ def graph_of(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -
     numbers = np.arange(np.prod(shape)).reshape(shape).swapaxes(0, 1).reshape(stages, -1)
     if not np.array_equal(np.sort(order.on_stage_PO, axis=1), numbers):
         raise PlanError("schedule: a stage does not run each of its operations once")
-    graph = _graph(order)
+    graph = graph_of_order(order)
     waves = np.repeat(np.arange(len(graph.waves)), np.diff(graph.wave_edges))
     waves = np.append(waves, -1)
     if any((waves[waited_O] >= waves[:-1]).any() for waited_O in (graph.before_O, *graph.inputs)):
@@ -176,24 +173,8 @@ def graph_of(schedule: Schedule, stages: int, chunks: int, micro_batches: int) -
     return graph
 
 
-def segmented_graph(
-    segments_RM: Sequence[Sequence[int]], stages: int, cp_sizes_RM: np.ndarray | None = None
-) -> PipelineGraph:
-    """The graph of several pipelines of :class:`.SegmentedSchedule` side by side.
-
-    Times are one column over the operations, numbered by direction, stage, and segment of all
-    micro-batches of all pipelines. Pipelines may differ in the numbers of their micro-batches and
-    segments, unless cp_sizes say which of them share micro-batches.
-
-    >>> segmented_graph([(1, 2), (3,)], 2).last_PR.shape
-    (2, 2)
-    """
-    if cp_sizes_RM is None:
-        return _graph(segmented_order(segments_RM, stages))
-    return _graph(meeting_order(np.array(segments_RM), cp_sizes_RM, stages))
-
-
-def _graph(order: PipelineOrder) -> PipelineGraph:
+def graph_of_order(order: PipelineOrder) -> PipelineGraph:
+    """The graph of an order, which is taken to run each operation once."""
     none = order.on_stage_PO.size
     first_R = 2 * order.chunks * order.first_R
     end_R = np.append(first_R[1:], order.on_stage_PO.shape[1])

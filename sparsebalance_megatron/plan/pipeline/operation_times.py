@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 
 from sparsebalance_megatron.plan.groups import Members
-from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of, segmented_graph
-from sparsebalance_megatron.plan.pipeline.orders import Schedule
+from sparsebalance_megatron.plan.pipeline.graph import PipelineGraph, graph_of, graph_of_order
+from sparsebalance_megatron.plan.pipeline.orders import Schedule, meeting_order, segmented_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,18 +61,23 @@ class OperationTimes:
         ms_2UP: np.ndarray,
         cp_sizes_RM: np.ndarray | None = None,
     ) -> "OperationTimes":
-        """Times of pipelines side by side whose micro-batches pass in segments, as of one rank.
+        """Times of pipelines of :class:`.SegmentedSchedule` side by side, as of one rank.
 
         Args:
             segments_RM: segments of each micro-batch of each pipeline.
             ms_2UP: of all segments of all pipelines, one after another.
-            cp_sizes_RM: where pipelines are ranks that share micro-batches.
+            cp_sizes_RM: where pipelines are ranks that share micro-batches. Others may differ in
+                the numbers of their micro-batches and segments.
         """
-        graph = segmented_graph(segments_RM, ms_2UP.shape[2], cp_sizes_RM)
+        stages = ms_2UP.shape[2]
+        if cp_sizes_RM is None:
+            order = segmented_order(segments_RM, stages)
+        else:
+            order = meeting_order(np.array(segments_RM), cp_sizes_RM, stages)
         return cls(
-            graph=graph,
+            graph=graph_of_order(order),
             ms_OR=np.ascontiguousarray(ms_2UP.swapaxes(1, 2)).reshape(-1, 1),
-            cp_sizes_RM=np.ones((1, len(graph.order.segments_M)), dtype=np.int64),
+            cp_sizes_RM=np.ones((1, len(order.segments_M)), dtype=np.int64),
         )
 
     @cached_property

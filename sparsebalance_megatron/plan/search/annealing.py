@@ -128,17 +128,14 @@ class Annealing:
         return np.repeat(np.concatenate(ends_R), members).reshape(moves, ranks)
 
     def _order(self) -> None:
-        """Give every rank group the best of its first orders."""
+        """Give every rank group the best of its first orders, where none share."""
         state, groups = self.state, self.groups
         ms_BWMF = state.ms_RMF.reshape(groups, -1, *state.ms_RMF.shape[1:])
-        cp_sizes_BWM = state.cp_sizes_RM.reshape(ms_BWMF.shape[:3])
         order_BIM = first_orders(ms_BWMF.max(axis=1).sum(axis=2))
         ms_BIWMF = np.take_along_axis(ms_BWMF[:, None], order_BIM[:, :, None, :, None], axis=3)
-        cp_sizes_BIWM = np.take_along_axis(cp_sizes_BWM[:, None], order_BIM[:, :, None], axis=3)
-        ms_BIW = self._simulate(
-            ms_BIWMF.reshape(-1, *ms_BIWMF.shape[2:]),
-            cp_sizes_BIWM.reshape(-1, *cp_sizes_BIWM.shape[2:]),
-        ).reshape(ms_BIWMF.shape[:3])
+        ms_IWMF = ms_BIWMF.reshape(-1, *ms_BIWMF.shape[2:])
+        alone_IWM = np.ones(ms_IWMF.shape[:3], dtype=np.int64)
+        ms_BIW = self._simulate(ms_IWMF, alone_IWM).reshape(ms_BIWMF.shape[:3])
         best_B = ms_BIW.max(axis=2).argmin(axis=1)
         every_B = np.arange(groups)
         ms_BW = self.ms_R.reshape(groups, -1)
@@ -187,22 +184,27 @@ class Annealing:
         local_R = np.zeros(state.ranks, dtype=np.int64)
         local_R[ranks_EW] = np.arange(ranks_EW.shape[1])
         ranks_IW = ranks_EW[moves.pair_I]
-        ms_IWMF, cp_sizes_IWM = state.ms_RMF[ranks_IW], state.cp_sizes_RM[ranks_IW]
-        position_I2 = np.stack([moves.a_I, moves.b_I], axis=1) % state.positions
-        group_I2 = np.stack([moves.a_I, moves.b_I], axis=1) // (state.positions * members)
+        ms_IWMF = state.ms_RMF[ranks_IW]
+        cp_sizes_IWM = np.ones(ms_IWMF.shape[:3], dtype=np.int64)
+        changed = [(ms_IWMF, made_IYF)]
+        if self.rules.max_cp_size > 1:
+            cp_sizes_IWM = state.cp_sizes_RM[ranks_IW]
+            changed.append((cp_sizes_IWM, moves.cp_size_IY))
+        rank_I2, position_I2 = np.divmod(moves.from_I2, state.positions)
+        group_I2 = rank_I2 // members
         together_I = (moves.kind_I == Kind.POSITIONS) & (group_I2[:, 0] == group_I2[:, 1])
         cp_size_IY = np.where(together_I[:, None], 0, moves.cp_size_IY)
         for offset in range(int(cp_size_IY.max(initial=0))):
             i, y = np.nonzero(cp_size_IY > offset)
             rank, position = np.divmod(moves.place_IY[i, y], state.positions)
             w = local_R[rank] + offset
-            ms_IWMF[i, w, position] = made_IYF[i, y]
-            cp_sizes_IWM[i, w, position] = cp_size_IY[i, y]
+            for values_IWM, made_IY in changed:
+                values_IWM[i, w, position] = made_IY[i, y]
         exchange = np.flatnonzero(together_I)
         i = exchange[:, None, None]
         w = local_R[group_I2[exchange, :1] * members + np.arange(members)][..., None]
         here, there = position_I2[exchange, None], position_I2[exchange, None, ::-1]
-        for values_IWM in (ms_IWMF, cp_sizes_IWM):
+        for values_IWM, _ in changed:
             values_IWM[i, w, here] = values_IWM[i, w, there]
         return ms_IWMF, cp_sizes_IWM
 

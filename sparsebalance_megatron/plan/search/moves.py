@@ -76,8 +76,8 @@ class Moves:
     Attributes:
         pair_I: the pair of rank groups that each changes.
         kind_I: a :class:`Kind`.
-        a_I, b_I: places where the micro-batches begin.
-        x_I, y_I: samples.
+        from_I2: places where the micro-batches a and b begin.
+        sample_I2: x of a, and y of b.
         place_IY: where the micro-batches begin that each makes.
         cp_size_IY: their ranks; 0 for none.
         has_IYX: their contents.
@@ -85,10 +85,8 @@ class Moves:
 
     pair_I: np.ndarray
     kind_I: np.ndarray
-    a_I: np.ndarray
-    b_I: np.ndarray
-    x_I: np.ndarray
-    y_I: np.ndarray
+    from_I2: np.ndarray
+    sample_I2: np.ndarray
     place_IY: np.ndarray
     cp_size_IY: np.ndarray
     has_IYX: np.ndarray
@@ -119,48 +117,47 @@ class Drawing:
         edges = np.searchsorted(pair_A[order_A], np.arange(len(groups_E2) + 1))
 
         pair_I = np.repeat(np.arange(len(groups_E2)), each)
-        kind_I, *numbers_4I = self._numbers.draw(5 * len(pair_I)).reshape(5, -1)
-        kind_I = np.searchsorted(self._until, below(1 << 20, kind_I) / (1 << 20), side="right")
-        first_I, count_I = edges[pair_I], np.diff(edges)[pair_I]
-        a_I, b_I = (begins_A[first_I + below(count_I, numbers_I)] for numbers_I in numbers_4I[:2])
+        numbers_5I = self._numbers.draw(5 * len(pair_I)).reshape(5, -1)
+        kind_I = np.searchsorted(self._until, below(1 << 20, numbers_5I[0]) / (1 << 20), "right")
+        first_I1, count_I1 = edges[pair_I, None], np.diff(edges)[pair_I, None]
+        from_I2 = begins_A[first_I1 + below(count_I1, numbers_5I[1:3].T)]
         # Samples by micro-batch, the heaviest first.
         order_S = self._by_weight_S[np.argsort(state.place_S[self._by_weight_S], kind="stable")]
         start_J = np.cumsum(size_J) - size_J
-        x_I, y_I = (
-            order_S[start_J[of_I] + below(size_J[of_I], numbers_I)]
-            for of_I, numbers_I in zip((a_I, b_I), numbers_4I[2:], strict=True)
-        )
-        cp_size_J = state.cp_size_J
-        beside_I = (a_I // positions ^ cp_size_J[a_I]) * positions + a_I % positions
-        merges_I = kind_I == Kind.MERGE
-        inside_I = beside_I < len(cp_size_J)
-        b_I = np.where(merges_I, np.where(inside_I, beside_I, a_I), b_I)
-        possible_I = np.flatnonzero(self._possible_I(kind_I, a_I, b_I, size_J))
-        drawn = {"pair_I": pair_I, "kind_I": kind_I, "a_I": a_I, "b_I": b_I, "x_I": x_I, "y_I": y_I}
-        place_IY = np.stack([a_I, b_I], axis=1)[possible_I]
+        sample_I2 = order_S[start_J[from_I2] + below(size_J[from_I2], numbers_5I[3:].T)]
+        merges = np.flatnonzero(kind_I == Kind.MERGE)
+        rank, position = np.divmod(from_I2[merges, 0], positions)
+        beside = (rank ^ state.cp_size_J[from_I2[merges, 0]]) * positions + position
+        from_I2[merges, 1] = np.where(beside < len(size_J), beside, from_I2[merges, 0])
+        some_I = np.flatnonzero(self._possible_I(kind_I, from_I2, size_J))
+        from_I2 = from_I2[some_I]
         moves = Moves(
-            **{name: values_I[possible_I] for name, values_I in drawn.items()},
-            place_IY=place_IY,
-            cp_size_IY=cp_size_J[place_IY],
-            has_IYX=state.has_JX[place_IY],
+            pair_I=pair_I[some_I],
+            kind_I=kind_I[some_I],
+            from_I2=from_I2,
+            sample_I2=sample_I2[some_I],
+            place_IY=from_I2.copy(),
+            cp_size_IY=state.cp_size_J[from_I2],
+            has_IYX=state.has_JX[from_I2],
         )
         self._make(moves, order_S, start_J)
         fine_I = self._rules.allow_I(moves.cp_size_IY, moves.has_IYX)
         return Moves(**{name: values_I[fine_I] for name, values_I in vars(moves).items()})
 
     def _possible_I(
-        self, kind_I: np.ndarray, a_I: np.ndarray, b_I: np.ndarray, size_J: np.ndarray
+        self, kind_I: np.ndarray, from_I2: np.ndarray, size_J: np.ndarray
     ) -> np.ndarray:
         """Mask of the kinds of moves that their micro-batches can make."""
-        positions = self._state.positions
-        one_I, other_I = (self._state.cp_size_J[of_I] for of_I in (a_I, b_I))
-        group_a_I, group_b_I = (
-            of_I // (positions * self._rules.group_ranks) for of_I in (a_I, b_I)
+        rank_I2, position_I2 = np.divmod(from_I2, self._state.positions)
+        group_I2, cp_size_I2 = rank_I2 // self._rules.group_ranks, self._state.cp_size_J[from_I2]
+        differ_I, cp_sizes_differ_I, groups_differ_I, positions_differ_I = (
+            of_I2[:, 0] != of_I2[:, 1] for of_I2 in (from_I2, cp_size_I2, group_I2, position_I2)
         )
-        differ_I, several_I, alike_I = a_I != b_I, size_J[a_I] > 1, one_I == other_I
-        exchange_I = np.where(group_a_I == group_b_I, a_I % positions != b_I % positions, alike_I)
-        merge_I = differ_I & alike_I & (size_J[b_I] > 0)
-        choices = [differ_I, differ_I & several_I, exchange_I, merge_I, (one_I > 1) & several_I]
+        several_I = size_J[from_I2[:, 0]] > 1
+        exchange_I = np.where(groups_differ_I, ~cp_sizes_differ_I, positions_differ_I)
+        merge_I = differ_I & ~cp_sizes_differ_I & (size_J[from_I2[:, 1]] > 0)
+        halve_I = (cp_size_I2[:, 0] > 1) & several_I
+        choices = [differ_I, differ_I & several_I, exchange_I, merge_I, halve_I]
         return np.choose(kind_I, choices).astype(bool)
 
     def _make(self, moves: Moves, order_S: np.ndarray, start_J: np.ndarray) -> None:
@@ -173,13 +170,14 @@ class Drawing:
         has_IYX, cp_size_IY = moves.has_IYX, moves.cp_size_IY
         some = np.flatnonzero(moves.kind_I <= Kind.JOIN)
         swaps_I1 = moves.kind_I[some, None] == Kind.SWAP
-        gained_IX = swaps_I1 * sample_SX[moves.y_I[some]] - sample_SX[moves.x_I[some]]
+        x_I, y_I = moves.sample_I2[some].T
+        gained_IX = swaps_I1 * sample_SX[y_I] - sample_SX[x_I]
         has_IYX[some, 0] += gained_IX
         has_IYX[some, 1] -= gained_IX
         has_IYX[positions] = has_IYX[positions, ::-1]
         if len(merge):
             has_IYX[merge, 0] += has_IYX[merge, 1]
-            moves.place_IY[merge, 0] = np.minimum(moves.a_I[merge], moves.b_I[merge])
+            moves.place_IY[merge, 0] = moves.from_I2[merge].min(axis=1)
             cp_size_IY[merge] *= (2, 0)
         if len(halve):
             # Contents of the second of every two samples of a micro-batch.
@@ -187,10 +185,11 @@ class Drawing:
             second_S = order_S[number_S % 2 == 1]
             second_JX = np.zeros_like(state.has_JX)
             np.add.at(second_JX, state.place_S[second_S], sample_SX[second_S])
-            has_IYX[halve, 1] = second_JX[moves.a_I[halve]]
+            has_IYX[halve, 1] = second_JX[moves.from_I2[halve, 0]]
             has_IYX[halve, 0] -= has_IYX[halve, 1]
             cp_size_IY[halve] = cp_size_IY[halve, :1] // 2
-            moves.place_IY[halve, 1] = moves.a_I[halve] + cp_size_IY[halve, 0] * state.positions
+            reached_I = cp_size_IY[halve, 0] * state.positions
+            moves.place_IY[halve, 1] = moves.from_I2[halve, 0] + reached_I
 
     def apply(self, moves: Moves, move: int, ms_IYF: np.ndarray) -> None:
         """Make a move.
@@ -199,7 +198,7 @@ class Drawing:
             ms_IYF: times of the micro-batches that moves make.
         """
         state, kind = self._state, Kind(int(moves.kind_I[move]))
-        a, b, x, y = (int(of[move]) for of in (moves.a_I, moves.b_I, moves.x_I, moves.y_I))
+        (a, b), (x, y) = moves.from_I2[move].tolist(), moves.sample_I2[move].tolist()
         members = self._rules.group_ranks
         first, of_b = (of // state.positions // members * members for of in (a, b))
         if kind is Kind.POSITIONS and first == of_b:

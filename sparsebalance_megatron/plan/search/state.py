@@ -29,12 +29,14 @@ class Contents:
 
     def __init__(self, costs: StepCosts, work_2SX: np.ndarray, *, shared: bool = True) -> None:
         samples, own = len(costs.lengths_tokens_S), costs.own
-        work_XI = work_2SX[..., :own].reshape(2 * samples, own).T.tolist()
-        keys = list(zip(costs.chunk_of_X[:own].tolist(), map(tuple, work_XI), strict=True))
+        work_XI = work_2SX[..., :own].reshape(2 * samples, own).T
+        chunk_of_X = costs.chunk_of_X.tolist()
+        keys = [(chunk_of_X[column], *work_I.tolist()) for column, work_I in enumerate(work_XI)]
         number_of = {key: number for number, key in enumerate(sorted(set(keys)))}
-        chunk_of_own = [chunk for chunk, _ in number_of]
+        chunk_of_own = [key[0] for key in number_of]
         self._chunk_of_X = np.concatenate([chunk_of_own, costs.chunk_of_X[own:]]).astype(np.int64)
-        column_X = [*map(number_of.__getitem__, keys), *len(number_of) + np.arange(costs.chunks)]
+        alike_X = np.array(list(map(number_of.__getitem__, keys)), dtype=np.int64)
+        column_X = np.append(alike_X, len(number_of) + np.arange(costs.chunks))
         in_column = column_X == np.arange(len(self._chunk_of_X))[:, None]
         work, dense, exchange, sequence, constant = (
             np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)

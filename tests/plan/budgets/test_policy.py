@@ -19,7 +19,7 @@ from plan.plan_cases import (
 
 from sparsebalance_megatron.plan.budgets import policy as budget_policies
 from sparsebalance_megatron.plan.budgets.policy import tune
-from sparsebalance_megatron.plan.budgets.price import LEVELS, Ladder
+from sparsebalance_megatron.plan.budgets.price import Ladder
 from sparsebalance_megatron.plan.coverage import CoverageCurves
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
 
@@ -58,31 +58,6 @@ SHAPES = st.sampled_from([(2, 4, 2, 1), (3, 2, 1, 1), (1, 4, 2, 2), (2, 3, 4, 1)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@given(
-    SEEDS,
-    SHAPES,
-    st.sampled_from(["anchor", "raise"]),
-    st.sampled_from([0.0, 0.5, 1.0]),
-    st.sampled_from([0.0, 0.1, 0.4]),
-)
-def test_floors_hold_and_unknown_curves_do_not_move(seed, shape, tuning, observed, threshold):
-    case = Case(seed, tuning, shape=shape, observed=observed, coverage_threshold=threshold)
-    budgets_LS = case.tuned.budgets_LS
-    assert budgets_LS.dtype == np.int32
-    assert budgets_LS.min() >= 1
-    known_LS = case.coverage.observed_LS(case.costs.blocks_S)
-    assert (budgets_LS[~known_LS] == case.problem.plan_settings.config.base_budget).all()
-    lost = np.nan_to_num(case.covered(case.allowed.base_LS) - case.covered(budgets_LS))
-    assert lost.max() <= (threshold + 1e-12 if tuning == "anchor" else 0.0)
-    if tuning == "raise":
-        assert not case.tuned.cut_S.any()
-        base_ms = case.makespan(case.allowed.base_LS)
-        assert case.makespan(budgets_LS) <= base_ms * (1 + 1e-8)
-    effective_LS = np.minimum(budgets_LS, case.costs.blocks_S)
-    assert (case.tuned.cut_S == (effective_LS < case.allowed.base_LS).any(axis=0)).all()
-    assert (case.tuned.raised_S == (effective_LS > case.allowed.base_LS).any(axis=0)).all()
-
-
 @given(SEEDS, SHAPES)
 def test_anchor_moves_nobody_away(seed, shape):
     case = Case(seed, "anchor", shape=shape)
@@ -114,31 +89,6 @@ def test_micro_batches_end_within_a_step_of_the_anchor(seed):
         assert abs(after[micro_batch] - target) <= largest[
             case.micro_batch_of_S == micro_batch
         ].max() * (1 + 1e-9)
-
-
-def largest_level_ms(case):
-    """The most that one more price level adds to a rank whose samples all rise."""
-    ladder = Ladder.of(case.problem)
-    ms_QR = [
-        makespans_ms(case.times(budgets_LZ[:, ladder.size_S])) for budgets_LZ in ladder.budgets_QLZ
-    ]
-    assert len(ms_QR) == LEVELS + 1
-    return np.diff(ms_QR, axis=0).max()
-
-
-def test_raise_fills_what_idles():
-    """The rank of short samples rises until the next price level does not fit."""
-    lengths = [16000, 16000, 9000, 9000]
-    case = Case(5, "raise", shape=(2, 2, 1, 1, 24), lengths=lengths)
-    base, tuned = (
-        makespans_ms(case.times(budgets_LS))
-        for budgets_LS in (case.allowed.base_LS, case.tuned.budgets_LS)
-    )
-    assert base[1] < 0.8 * base[0]
-    assert tuned[0] == pytest.approx(base[0])
-    full = (case.tuned.budgets_LS >= case.costs.blocks_S)[:, 2:].all()
-    assert full or tuned[0] - tuned[1] <= largest_level_ms(case)
-    assert case.tuned.raised_S.tolist() == [False, False, True, True]
 
 
 @settings(max_examples=25)

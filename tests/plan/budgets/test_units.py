@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets of rows: what sticks out sets the time, and what does not rises for nothing."""
+"""Units: what their levels take, and mean."""
 
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plan.plan_cases import job_shape, placed, problem_of, random_lengths, step_inputs
@@ -77,24 +76,3 @@ def test_a_level_takes_what_its_units_say(seed, shape, lockstep_ranks):
     np.testing.assert_allclose(found_XC, expected_XC, rtol=1e-6)
     floor_LS = case.problem.allowed.floor_LS
     np.testing.assert_allclose(ms_XCQ[..., 0], case.row_ms_XC(floor_LS), rtol=1e-12)
-
-
-@given(SEEDS, SHAPES)
-def test_members_that_do_not_stick_out_take_no_time(seed, shape):
-    """A row whose other members fall to their floors takes as long."""
-    case = Case(seed, shape)
-    budgets_LS = case.budgets_LS(case.level_XC)
-    ms_2SX = case.costs.at_cp_size(case.costs.sample_ms(budgets_LS), case.where.cp_size_S)
-    own_LS = ms_2SX[..., : case.job.layers].sum(axis=0).T
-    place_S = case.where.micro_batch_of_S
-    own_LJ = np.stack([np.bincount(place_S, own_S, case.job.places) for own_S in own_LS])
-    rank_J = np.arange(case.job.places) // case.job.micro_batches
-    slowness_RL = case.costs.slowness_RP[:, case.costs.chunk_of_layer_L // case.job.virtual_stages]
-    own_LJ *= slowness_RL[rank_J].T
-    by_member = own_LJ.reshape(case.job.layers, -1, case.job.lockstep_ranks, case.job.micro_batches)
-    tallest = by_member >= by_member.max(axis=2, keepdims=True) * (1 - 1e-9)
-    is_tallest_LS = tallest.reshape(case.job.layers, -1)[:, place_S]
-    others_at_floor_LS = np.where(is_tallest_LS, budgets_LS, case.problem.allowed.floor_LS)
-    assert case.row_ms_XC(others_at_floor_LS).ravel().tolist() == pytest.approx(
-        case.row_ms_XC(budgets_LS).ravel().tolist(), rel=1e-7
-    )

@@ -52,27 +52,24 @@ class Case:
 
     def check(self, where: Arrangement) -> None:
         """Every sample once; every micro-batch obeys the rules."""
+        flat = [micro_batch for rank in where.samples for micro_batch in rank]
+        assert sorted(sample for micro_batch in flat for sample in micro_batch) == list(
+            range(len(self.costs.blocks_S))
+        )
         ranks, positions = where.cp_sizes_RM.shape
-        held, covered_RM = [], np.zeros((ranks, positions), dtype=int)
-        for rank in range(ranks):
-            for position in range(positions):
-                samples, cp_size = where.samples[rank][position], where.cp_sizes_RM[rank, position]
-                assert is_power_of_two(cp_size) and cp_size <= self.rules.max_cp_size
-                if rank % cp_size:
-                    assert samples == ()
-                    continue
-                assert samples
-                assert (where.cp_sizes_RM[rank : rank + cp_size, position] == cp_size).all()
-                covered_RM[rank : rank + cp_size, position] += 1
-                tokens, blocks = (
-                    each_S[list(samples)].sum()
-                    for each_S in (self.costs.lengths_tokens_S, self.costs.blocks_S)
-                )
-                assert tokens <= self.rules.cap_tokens * cp_size
-                assert cp_size == 1 or blocks >= cp_size
-                held += samples
-        assert (covered_RM == 1).all()
-        assert sorted(held) == list(range(len(self.costs.lengths_tokens_S)))
+        cp_size_J = where.cp_sizes_RM.reshape(-1)
+        assert all(is_power_of_two(size) and size <= self.rules.max_cp_size for size in cp_size_J)
+        begins_J = np.arange(len(flat)) // positions % cp_size_J == 0
+        assert list(map(bool, flat)) == begins_J.tolist()
+        # Every place is in one micro-batch, whose ranks all have its cp_size.
+        assert (cp_size_J[where.groups.first_J] == cp_size_J).all()
+        assert ((begins_J * cp_size_J).reshape(ranks, positions).sum(axis=0) == ranks).all()
+        tokens_J, blocks_J = (
+            np.bincount(where.micro_batch_of_S, of_S, len(flat))
+            for of_S in (self.costs.lengths_tokens_S, self.costs.blocks_S)
+        )
+        assert (tokens_J <= self.rules.cap_tokens * cp_size_J).all()
+        assert ((blocks_J >= cp_size_J) | (cp_size_J == 1) | ~begins_J).all()
 
 
 def random_case(shape, max_cp_size, seed, *, size=2, cap_over_start=1.2, slow=True):

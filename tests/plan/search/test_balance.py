@@ -187,11 +187,7 @@ def test_every_sample_has_one_bin_under_the_cap_and_no_bin_is_empty(
     if samples < rows * members or tokens_S.max() > cap_tokens:
         assert not packings
     for packing in packings:
-        bins = [each for row in packing for each in row]
-        assert [len(row) for row in packing] == [members] * rows
-        assert sorted(sample for each in bins for sample in each) == [*range(samples)]
-        assert all(bins)
-        assert max(tokens_S[list(each)].sum() for each in bins) <= cap_tokens
+        check(packing, tokens_S, job(rows, members), cap_tokens)
 
 
 def test_rows_are_filled_up_to_their_floors():

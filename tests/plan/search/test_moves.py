@@ -14,49 +14,31 @@ from sparsebalance_megatron.plan.search.state import Numbers, State
 @settings(max_examples=15)
 @given(SHAPES, SEEDS)
 def test_every_move_obeys(shape, seed):
+    """It changes rank groups of its pair alone, so the best moves of all pairs are made at once."""
     case = random_case(*shape, seed)
     walk = Walk(case, each=4)
     group_places = walk.state.positions * case.rules.max_cp_size
     for _ in range(4):
         moves, ms_IYF = walk.draw()
         assert np.unique(moves.pair_I, return_counts=True)[1].max(initial=0) <= walk.each
-        for move in range(len(moves.pair_I)):
+        pair_of_group = {}
+        for move, pair in enumerate(moves.pair_I.tolist()):
             after = deepcopy(walk)
             after.drawing.apply(moves, move, ms_IYF)
             case.check(after.arrangement)
-            a, b = int(moves.a_I[move]), int(moves.b_I[move])
-            touched = {a // group_places, b // group_places}
+            touched = set((moves.from_I2[move] // group_places).tolist())
+            assert all(pair_of_group.setdefault(group, pair) == pair for group in touched)
             changed_J = (walk.state.cp_size_J != after.state.cp_size_J) | (
                 walk.state.has_JX != after.state.has_JX
             ).any(axis=1)
             moved_S = walk.state.place_S != after.state.place_S
             assert moved_S.any() or changed_J.any()
             assert set((np.flatnonzero(changed_J) // group_places).tolist()) <= touched
+        assert all(list(pair_of_group.values()).count(pair) <= 2 for pair in moves.pair_I.tolist())
+        swaps = moves.kind_I == Kind.SWAP
+        found_I2 = walk.state.place_S[moves.sample_I2] == moves.from_I2
+        assert found_I2[:, 0].all() and found_I2[swaps].all()
         walk.step()
-
-
-@settings(max_examples=15)
-@given(SHAPES, SEEDS)
-def test_moves_are_of_micro_batches_of_their_pair(shape, seed):
-    """No two pairs have a rank group in common, so the best moves of all are made at once."""
-    walk = Walk(random_case(*shape, seed))
-    moves, _ = walk.draw()
-    group_places = walk.state.positions * walk.case.rules.max_cp_size
-    groups_of = {
-        pair: {
-            int(place) // group_places
-            for places_I in (moves.a_I, moves.b_I, *moves.place_IY.T)
-            for place in places_I[moves.pair_I == pair]
-        }
-        for pair in np.unique(moves.pair_I).tolist()
-    }
-    assert all(len(groups) <= 2 for groups in groups_of.values())
-    every = [group for groups in groups_of.values() for group in groups]
-    assert len(every) == len(set(every))
-    of_sample_S = walk.state.place_S
-    swaps = moves.kind_I == Kind.SWAP
-    assert (of_sample_S[moves.x_I] == moves.a_I).all()
-    assert (of_sample_S[moves.y_I[swaps]] == moves.b_I[swaps]).all()
 
 
 def test_every_pair_gets_its_moves():
