@@ -280,7 +280,7 @@ def speedup_lines(given: TableRow, with_flags: Callable[[str], Workload]) -> Ite
         if row.fits and speedup >= _LEAST_FLAG_SPEEDUP:
             yield (
                 f"with {flags} they are predicted to be {speedup:.2f} times as fast, of at most "
-                f"{row.at_most_bytes / GIBIBYTE:,.1f} GiB"
+                f"{row.at_most_gib:,.1f} GiB"
             )
 
 
