@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, job_shape, placed, with_experts
+from plan.plan_cases import cost_model, job_shape, placed, with_experts_part
 from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 
 from sparsebalance_megatron.cost.model import StageScales
@@ -50,11 +50,11 @@ def in_lockstep(shape, max_cp_size, seed):
     """A case whose ranks wait in every layer by twos; layers' budgets differ, but for two."""
     case = random_case(shape, max_cp_size, seed, slow=False)
     job = replace(case.costs.job, lockstep_ranks=2)
-    costs = step_costs(case.costs.lengths_tokens_S, job, cost_model(), StageScales.ones(*shape[2:]))
+    cost = replace(cost_model(), exchange=case.costs.exchange)
+    cost = with_experts_part(cost, (0.0, 0.5, 5e-4, 0.0, 0.0))
+    costs = step_costs(case.costs.lengths_tokens_S, job, cost, StageScales.ones(*shape[2:]))
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(costs.blocks_S)))
     budgets_LS[0] = budgets_LS[-1]
-    sharing = {"exchange": case.costs.exchange, "exchange_2": case.costs.exchange_2}
-    costs = replace(with_experts(costs, seed), **sharing)
     rules = replace(case.rules, lockstep_ranks=2)
     return replace(case, costs=costs, sample_2SX=costs.sample_ms(budgets_LS), rules=rules)
 
