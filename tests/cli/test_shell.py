@@ -61,6 +61,7 @@ def test_help_says_every_default_and_explains_every_flag(command: str) -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("torch_without_cpu_adapter")
 def test_what_was_meant_is_said(
     words: str, meant: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
