@@ -17,7 +17,7 @@ from plan.plan_cases import (
     planned_no_slower,
     random_lengths,
     step_inputs,
-    with_experts_part,
+    with_part,
 )
 
 from sparsebalance_megatron.cost.exchange import Exchange
@@ -80,7 +80,7 @@ def steps(draw):
     )
     if draw(st.booleans()):
         row = *generator.uniform(0.0, 0.1, 2), 10 ** generator.uniform(-5, -2), 0.0, 0.0
-        cost = with_experts_part(cost, row)
+        cost = with_part(cost, row)
     if draw(st.booleans()):
         changes["slowness_RP"] = generator.uniform(0.7, 1.5, (ranks, stages))
     return step_inputs(job, lengths, seed, cost=cost, **changes), others

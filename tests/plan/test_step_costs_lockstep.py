@@ -17,7 +17,7 @@ from plan.plan_cases import (
     placed,
     random_cp_sizes,
     random_lengths,
-    with_experts_part,
+    with_part,
 )
 
 from sparsebalance_megatron.cost.model import StageScales
@@ -38,7 +38,7 @@ def costs_of(shape, seed, samples=5, lockstep_ranks=2):
     dense_LS = generator.random((job.layers, samples)) < 0.3
     lengths = random_lengths(samples, seed, longest=20000)
     row = 0.0, generator.uniform(), 1e-3 * generator.uniform(), 0.0, 0.0
-    return step_costs(lengths, job, with_experts_part(cost_model(), row), scales, dense_LS)
+    return step_costs(lengths, job, with_part(cost_model(), row), scales, dense_LS)
 
 
 @given(SEEDS, SHAPES, st.sampled_from([1, 2, 4]))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan.plan_cases import cost_model, job_shape, placed, with_experts_part
+from plan.plan_cases import cost_model, job_shape, placed, with_part
 from plan.search.search_cases import SEEDS, SHAPES, Case, random_case
 
 from sparsebalance_megatron.cost.model import StageScales
@@ -51,7 +51,7 @@ def in_lockstep(shape, max_cp_size, seed):
     case = random_case(shape, max_cp_size, seed, slow=False)
     job = replace(case.costs.job, lockstep_ranks=2)
     cost = replace(cost_model(), exchange=case.costs.exchange)
-    cost = with_experts_part(cost, (0.0, 0.5, 5e-4, 0.0, 0.0))
+    cost = with_part(cost, (0.0, 0.5, 5e-4, 0.0, 0.0))
     costs = step_costs(case.costs.lengths_tokens_S, job, cost, StageScales.ones(*shape[2:]))
     budgets_LS = np.random.default_rng(seed).integers(1, 40, (job.layers, len(costs.blocks_S)))
     budgets_LS[0] = budgets_LS[-1]
