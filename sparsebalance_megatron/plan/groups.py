@@ -12,7 +12,7 @@
 Neighbours share, as many as a power of two, beginning at a multiple of it. So the cp_size of the
 micro-batch that every rank takes part in says which ranks share it. A rank alone is a group of one.
 
-Shape legend: I items, E lockstep groups, or groups that share.
+Shape legend: I items.
 """
 
 from dataclasses import dataclass

@@ -11,9 +11,8 @@ other, one micro-batch. The ranks of a group begin every layer of a segment toge
 takes the sum over layers of its slowest member, and the group is one pipeline. Groups that share
 micro-batches are pipelines that begin shared operations together.
 
-Shape legend: Q levels of budgets, E lockstep groups of W ranks, J = E x M rows, U segments, I
-samples of all micro-batches, A pieces (parts of samples), Y prefixes, X columns, or places where
-samples may be cut.
+Shape legend: J = E x M rows, I samples of all micro-batches, A pieces (parts of samples), Y
+prefixes, X columns, or places where samples may be cut.
 """
 
 from collections.abc import Iterable, Sequence

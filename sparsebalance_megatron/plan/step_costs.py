@@ -6,8 +6,7 @@ and only the block pairs depend on budgets. Everything the planner optimises is 
 terms. Sums run in a fixed order and not through BLAS, whose rounding differs between processors:
 ranks must agree to the last bit.
 
-Shape legend: F features, E lockstep groups, W their ranks, or numbers of ranks that share, X
-columns, I levels of cp_size.
+Shape legend: X columns, I levels of cp_size; W also numbers of ranks that share.
 """
 
 from collections.abc import Sequence

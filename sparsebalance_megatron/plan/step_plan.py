@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of one step: frozen data that every rank computes alike.
-
-Shape legend: U segments of a rank.
-"""
+"""The plan of one step: frozen data that every rank computes alike."""
 
 import hashlib
 from collections import Counter

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets that policies allow: no less than the base budget, or than the coverage threshold.
-
-Shape legend: Z sizes (samples of as many blocks).
-"""
+"""Budgets that policies allow: no less than the base budget, or than the coverage threshold."""
 
 from dataclasses import dataclass, replace
 

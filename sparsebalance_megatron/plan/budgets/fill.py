@@ -15,8 +15,8 @@ itself, in rounds:
 So every round lifts or stops a unit. Without a pipeline this is greedy by slope. A filling ends
 early, at levels that fit, where its effort is spent.
 
-Shape legend: E rank groups, U units of a rank group, I rank groups that still rise, X candidates, J
-= R x M micro-batches or rows.
+Shape legend: U units of a rank group, I rank groups that still rise, X candidates, J = R x M
+micro-batches or rows.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines whose units have price levels: all operations of a unit rise together.
 
-Shape legend: Q price levels, K directions that grow alike or apart, N rows of a table, E rank
-groups, U units of a rank group, I rank groups that still rise, A units of all rank groups, X
-candidates, Y micro-batches by place, or segments, of all ranks, Z columns of times, O operations.
+Shape legend: K directions that grow alike or apart, N rows of a table, U units of a rank group, I
+rank groups that still rise, A units of all rank groups, X candidates, Y micro-batches by place, or
+segments, of all ranks, Z columns of times.
 """
 
 from dataclasses import replace

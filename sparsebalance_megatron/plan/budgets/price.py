@@ -6,8 +6,7 @@ Steps are ranked by gain per ms on the concave envelope of the curve, so that a 
 never asks for a later step before an earlier one. Samples of as many blocks have the same curves,
 floors and prices, so the ladder is one of sizes; one whose budgets are pinned is a size of its own.
 
-Shape legend: Z sizes (samples of as many blocks), Q price levels, I sequences of steps (of a layer
-and sample or size).
+Shape legend: I sequences of steps (of a layer and sample or size).
 """
 
 from dataclasses import dataclass

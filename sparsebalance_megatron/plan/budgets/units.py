@@ -12,8 +12,7 @@ one chunk of a row (the micro-batches of a group at one position), and its budge
    envelope of coverage over height gives every step from height to height a slope.
 3. A level takes the steps whose slopes are at least its price, as levels of micro-batches do.
 
-Shape legend: Q price levels, I heights, Z sizes (samples of as many blocks), E lockstep
-groups of W ranks, X = E x M rows, Y segments of all ranks.
+Shape legend: I heights, X = E x M rows, Y segments of all ranks.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operations of a schedule in waves: all operations of a wave can be simulated at once.
 
-Shape legend: R data-parallel ranks or candidate pipelines, O operations, X columns of times.
+Shape legend: R data-parallel ranks or candidate pipelines, X columns of times.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The times of a step: one vector over the operations of a schedule for each rank, and its balance.
 
-Shape legend: R data-parallel ranks or candidate pipelines, U segments, O operations.
+Shape legend: R data-parallel ranks or candidate pipelines.
 """
 
 from collections.abc import Sequence

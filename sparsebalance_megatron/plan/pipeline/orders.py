@@ -6,8 +6,8 @@ everything: :mod:`.simulator` knows no schedule. Sources of the orders here:
 ``megatron.core.pipeline_parallel.schedules`` (``get_pp_rank_microbatches``,
 ``get_schedule_table``).
 
-Shape legend: R data-parallel ranks or candidate pipelines, M micro-batches of all pipelines, U
-segments of all micro-batches, O operations.
+Shape legend: R data-parallel ranks or candidate pipelines, M micro-batches and U segments of all
+pipelines.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,7 +5,7 @@ An operation starts when its stage has finished the operation before it and its 
 The order and the inputs are those of the :data:`.orders.Schedule` that the times are of. Ranks that
 share a micro-batch begin each of its operations together. A lockstep group is one rank.
 
-Shape legend: R data-parallel ranks or candidate pipelines, O operations.
+Shape legend: R data-parallel ranks or candidate pipelines.
 """
 
 import numpy as np

@@ -9,7 +9,7 @@ every pair, the pipelines of all pairs are simulated at once after each move, an
 its best one.
 
 Shape legend: F forward, then backward of every chunk, B rank groups, E pairs of them, I moves or
-orders, W ranks of a group or pair, Y micro-batches that a move makes.
+orders, Y micro-batches that a move makes.
 """
 
 import itertools

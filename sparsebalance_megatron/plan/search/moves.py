@@ -12,8 +12,8 @@ every layer. A move changes one or two micro-batches a and b of its pair:
 - *Halve*: a becomes two micro-batches on half of its ranks each, with every second of its samples
   by weight.
 
-Shape legend: J places, X contents, E pairs of rank groups, I moves, A micro-batches, Y = 2
-micro-batches that a move makes.
+Shape legend: X contents, E pairs of rank groups, I moves, A micro-batches, Y = 2 micro-batches that
+a move makes.
 """
 
 import math

@@ -8,7 +8,7 @@ one position. The number of segments of a row decides its cuts: pieces of nearly
 row have the number. Ranks that meet are a pipeline each: the member with most work has the number,
 the others in proportion to their work.
 
-Shape legend: U segments, X candidates.
+Shape legend: X candidates.
 """
 
 import itertools

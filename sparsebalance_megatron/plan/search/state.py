@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of a search: where every sample is, and how many ranks share each micro-batch.
 
-Shape legend: J = R x M places (rank and position), X contents or columns, F forward, then backward
-of every column, I levels of cp_size, E lockstep groups of W ranks, I pairs of them.
+Shape legend: X contents or columns, F forward, then backward of every column, I levels of
+cp_size or pairs of groups.
 """
 
 import numpy as np
