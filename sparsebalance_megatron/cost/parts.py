@@ -53,7 +53,8 @@ class SegmentCost:
         slowness: time of the segments of a sample over its time in one piece, at least 1.
         operation_ms: forward and backward ms that every operation takes beside a micro-batch's
             constant, in a step that runs in segments.
-        dense_slowness: of dense attention besides, where in one piece the model's own runs.
+        dense_slowness: of dense attention besides, where in one piece the model's own runs; of
+            documents whose keys and values are gathered, too.
     """
 
     slowness: Annotated[float, Meta(ge=1.0, le=1e3)] = 1.03

@@ -89,11 +89,11 @@ class HostJob:
         if not config.attends_by_lists:
             exchange = replace(exchange, heads_within=within)
         cost = replace(cost, exchange=exchange)
-        # Documents that are shared beyond heads run on kernels of this package.
-        by_heads = exchange.heads_serve(most_ranks)
+        # Others that are cut or shared run on kernels of this package; see SegmentCost.
+        leaves = config.leaves_attention and exchange.heads_serve(most_ranks)
         counted = cost.efficiency
         own = counted is not None and counted.dense < OF_MODEL_ATTENTION and config.model_may_attend
-        if by_heads and self.takes_packed_sequences and (config.leaves_attention or own):
+        if self.takes_packed_sequences and (leaves or own):
             cost = cost.with_model_attention
         return cost.with_bandwidth(config.gigabytes_per_second).with_recompute(
             full=self.recompute_all,

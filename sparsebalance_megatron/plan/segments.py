@@ -198,8 +198,9 @@ def _pieces(
     start_A = np.union1d(start_I, start_U)
     place_A = np.searchsorted(start_I, start_A, side="right") - 1
     bounds_2A = np.stack([start_A, np.append(start_A[1:], start_I[-1] + blocks_I[-1])])
-    is_cut_I = np.repeat(segments_M > 1, list(map(len, micro_batches)))
-    held_A = sample_I[place_A], bounds_2A - start_I[place_A], is_cut_I[place_A]
+    is_slower_M = (segments_M > 1) | (costs.gathering_share_W[cp_size_M] > 0.0)
+    is_slower_I = np.repeat(is_slower_M, list(map(len, micro_batches)))
+    held_A = sample_I[place_A], bounds_2A - start_I[place_A], is_slower_I[place_A]
     tokens_2A, ms = _prefix(costs, budgets_LS, *held_A)
     piece_U = np.searchsorted(start_A, start_U)
     work = np.add.reduceat(ms[..., 1, :, :] - ms[..., 0, :, :], piece_U, axis=-2)
@@ -215,7 +216,7 @@ def _prefix(
     budgets_LS: np.ndarray,
     sample_A: np.ndarray,
     blocks_YA: np.ndarray,
-    is_cut_A: np.ndarray,
+    is_slower_A: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [Y, A] of the first blocks of samples and, at budgets [..., L, S], their ms
     [..., 2, Y, A, X].
@@ -223,7 +224,7 @@ def _prefix(
     What a micro-batch and a sequence cost whatever their length is not in it.
 
     Args:
-        is_cut_A: whether dense attention is that of micro-batches in several segments.
+        is_slower_A: whether dense attention takes longer than in one piece on a rank by itself.
     """
     tokens_YA = np.minimum(blocks_YA * costs.block_size, costs.lengths_tokens_S[sample_A])
     length_YA = tokens_YA / costs.block_size
@@ -242,7 +243,8 @@ def _prefix(
     pairs_XYA = pairs_QXYA.reshape(*levels, columns_X, *length_YA.shape)
     visible_YA = costs.work.visible_pairs(length_YA)
     dense_AX, pair_2X = costs.dense_SX[sample_A], costs.pair_2C[:, costs.chunk_of_X]
-    cut_2AX = (dense_AX * is_cut_A[:, None]) * costs.cut_dense_2X[:, None]
+    slower_2X = costs.slower_dense_2C[:, costs.chunk_of_X]
+    slower_2AX = (dense_AX * is_slower_A[:, None]) * slower_2X[:, None]
 
     def ms_2AX(feature: int, sparse: float = 1.0) -> np.ndarray:
         sparse_21X, denser_21X = (
@@ -252,7 +254,7 @@ def _prefix(
 
     return tokens_YA, (
         tokens_YA[..., None] * ms_2AX(TOKENS)[:, None]
-        + visible_YA[..., None] * (cut_2AX + ms_2AX(VISIBLE))[:, None]
+        + visible_YA[..., None] * (slower_2AX + ms_2AX(VISIBLE))[:, None]
         # What a piece costs whatever its length is added for each.
         + (tokens_YA > 0)[..., None] * ms_2AX(SEQUENCES, sparse=0.0)[:, None]
         + np.moveaxis(pairs_XYA, -3, -1)[..., None, :, :, :] * pair_2X[:, None, None]

@@ -134,11 +134,18 @@ class StepCosts:
         return self.exchange_2[:, None] * self._layers_X
 
     @property
-    def cut_dense_2X(self) -> np.ndarray:
+    def slower_dense_2C(self) -> np.ndarray:
         """How much longer dense attention to a visible block pair takes where its micro-batch is
-        cut."""
+        cut, or its keys and values are gathered."""
         dense_2C = (self.layer_2CF + self.denser_2CF)[..., VISIBLE]
-        return (self.segments.dense_slowness - 1.0) * dense_2C[:, self.chunk_of_X]
+        return (self.segments.dense_slowness - 1.0) * dense_2C
+
+    @cached_property
+    def slower_dense_2SX(self) -> np.ndarray:
+        """How much longer that makes a sample, on a rank by itself."""
+        visible_S = self.work.visible_pairs(self.length_blocks_S)
+        slower_2X = self.slower_dense_2C[:, self.chunk_of_X]
+        return self.dense_SX * visible_S[:, None] * slower_2X[:, None]
 
     @cached_property
     def dense_SX(self) -> np.ndarray:
@@ -185,6 +192,7 @@ class StepCosts:
         layer_2CF[..., TOKENS] += (self.received_2W[:, cp_size] * self.exchange_2)[:, None]
         denser_2CF[..., SEQUENCES] *= self.share_W[cp_size]
         denser_2CF[..., TOKENS] += self.heads_more_2W[:, cp_size, None]
+        denser_2CF[..., VISIBLE] += self.gathering_share_W[cp_size] * self.slower_dense_2C
         slowness_RWP = self.slowness_RP.reshape(-1, cp_size, self.job.pipeline_stages)
         return replace(
             self,
@@ -229,6 +237,16 @@ class StepCosts:
                 gathered_2 = self.exchange_2 * self.received_W[cp_size]
                 more_2W[:, cp_size] = self._heads_2(cp_size) - gathered_2
         return more_2W
+
+    @cached_property
+    def gathering_share_W(self) -> np.ndarray:
+        """The share of the work, at cp_size 0 (none) to R, where dense documents gather keys and
+        values; 0 where heads travel, and where that makes them no slower."""
+        gathers_W = np.zeros(len(self.share_W), dtype=bool)
+        if self.segments.dense_slowness != 1.0:
+            cp_sizes = range(2, len(gathers_W))
+            gathers_W[2:] = [self.exchange.heads_obstacle(size) is not None for size in cp_sizes]
+        return np.where(gathers_W, self.share_W, 0.0)
 
     def _heads_2(self, cp_size: int) -> np.ndarray:
         """Ms that heads of a token travel between so many ranks in a layer."""
@@ -289,6 +307,9 @@ class StepCosts:
         if self.heads_more_2W.any():
             more_2S1 = self.heads_more_2W[:, cp_size_S, None]
             on_each_2SX = on_each_2SX + self.dense_tokens_SX * more_2S1
+        if self.gathering_share_W.any():
+            gathering_S1 = self.gathering_share_W[cp_size_S][:, None]
+            on_each_2SX = on_each_2SX + self.slower_dense_2SX * gathering_S1
         return np.where(cp_size_S[:, None] > 1, on_each_2SX, sample_2SX)
 
     def micro_batch_ms(self, sample_2SX: np.ndarray, where: Arrangement) -> OperationTimes:

@@ -89,7 +89,8 @@ class Row(NamedTuple):
             hidden = replace(
                 cost.exchange, bytes_per_token=0.0, gradient_bytes_per_token=0.0, loss=0.0
             )
-            cost = replace(cost, exchange=hidden)
+            whole = replace(cost.segments, dense_slowness=1.0)
+            cost = replace(cost, exchange=hidden, segments=whole)
         return replace(planned, cost=cost)
 
     def attention(self, planned: Workload) -> str:

@@ -383,13 +383,15 @@ def test_in_mode_exact_heads_say_how_many_may_share(
     assert exchange.heads_within == (8 if heads[0] % cp_size else ranks)
 
 
-def test_dense_documents_keep_their_rate_where_more_ranks_share_than_a_node_has() -> None:
-    """Heads travel between nodes as well, where they can: keys that are gathered are slower."""
+def test_heads_travel_where_more_ranks_share_than_a_node_has() -> None:
+    """Where they can; keys and values are gathered otherwise, and dense attention is slower."""
     shape = replace(SHAPE, num_attention_heads=32, num_query_groups=8)
     job = replace(host_job(32, shape=shape), neighbours_per_node=4)
-    inside, beyond, uneven = (
-        replace(job, shape=of).cost_model(SparseBalanceConfig(max_context_parallel=ranks), {})
-        for of, ranks in ((shape, 4), (shape, 8), (replace(shape, num_attention_heads=12), 8))
+    config = SparseBalanceConfig(max_context_parallel=8)
+    even, uneven = (
+        replace(job, shape=replace(shape, num_attention_heads=heads)).cost_model(config, {})
+        for heads in (32, 12)
     )
-    assert inside.efficiency == beyond.efficiency
-    assert beyond.efficiency.dense > uneven.efficiency.dense
+    assert even.exchange.heads_serve(8) and not uneven.exchange.heads_serve(8)
+    assert even.efficiency == uneven.efficiency
+    assert even.segments.dense_slowness == uneven.segments.dense_slowness > 1.5

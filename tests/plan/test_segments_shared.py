@@ -159,7 +159,9 @@ def drawn_step(problem, seed, most):
 @settings(max_examples=30)
 @given(st.integers(0, 999), st.sampled_from([2, 4]), st.booleans())
 def test_shared_micro_batches_in_one_segment_take_what_they_take_in_one_piece(seed, ranks, slow):
-    problem = problem_of(inputs(random_lengths(4 * ranks, seed), ranks=ranks, slow=slow))
+    given_ = {"ranks": ranks, "slow": slow, "segments": replace(FREE, dense_slowness=1.5)}
+    lengths = random_lengths(4 * ranks, seed)
+    problem = problem_of(inputs(lengths, **given_, dense_up_to=2048))
     where = drawn_step(problem, seed, 1)
     budgets_LS = problem.allowed.base_LS
     times_2RPVM = PlacedSegments(problem.costs, where).own_ms_2RPVM(budgets_LS)

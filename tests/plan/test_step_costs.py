@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from oracles import plan as oracle
 from plan.plan_cases import FORWARD_MS, cost_model, job_shape, placed
 
+from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import Part, StageScales
+from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.errors import PlanError
 from sparsebalance_megatron.plan.job import Job
 from sparsebalance_megatron.plan.step_costs import step_costs
@@ -73,6 +75,37 @@ def test_matches_naive_sum(seed, pipeline):
         )
         assert forward[d, p, v, m] == pytest.approx(expected * scale[0, p, v], rel=1e-9)
         assert backward[d, p, v, m] == pytest.approx(2 * expected * scale[1, p, v], rel=1e-9)
+
+
+@pytest.mark.parametrize(("heads", "cp_size", "is_slower"), [(4, 4, False), (2, 4, True)])
+def test_dense_documents_take_longer_where_heads_do_not_travel(heads, cp_size, is_slower):
+    """Of each rank's share of the work; documents that layers attend to by lists do not."""
+    job = job_shape(cp_size, 1, 2)
+    dense_LS = np.ones((job.layers, 2), dtype=bool)
+    dense_LS[0, 1] = False
+    exchange = Exchange(query_heads=heads, kv_heads=heads, heads_within=cp_size, loss=0.1)
+    as_fast, slower = (
+        step_costs(
+            *([900, 5000], job),
+            replace(cost_model(BLOCK), exchange=exchange, segments=SegmentCost(dense_slowness=by)),
+            *(StageScales.ones(2, 1), dense_LS),
+        )
+        for by in (1.0, 1.5)
+    )
+    sample_2SX = as_fast.sample_ms(np.full((job.layers, 2), 8))
+    cp_size_S = np.array([cp_size, cp_size])
+    more_2S = (
+        slower.at_cp_size(sample_2SX, cp_size_S) - as_fast.at_cp_size(sample_2SX, cp_size_S)
+    ).sum(axis=2)
+    pairs_S = [oracle.pairs(tokens, 1 << 40, BLOCK) for tokens in (900, 5000)]
+    visible_S = dense_LS.sum(axis=0) * pairs_S
+    each_ms = 0.5 * FORWARD_MS[Part.DENSE_ATTENTION][-1] * 1.1 / cp_size * is_slower
+    expected_2S = each_ms * np.outer([1, 2], visible_S)
+    np.testing.assert_allclose(more_2S, expected_2S, rtol=1e-9, atol=1e-12)
+    grouped = replace(job, context_parallel_size=cp_size)
+    alone, in_groups = (replace(each, job=grouped).of_groups for each in (as_fast, slower))
+    of_groups_2S = (in_groups.fixed_2SX - alone.fixed_2SX).sum(axis=2)
+    np.testing.assert_allclose(of_groups_2S, expected_2S, rtol=1e-9, atol=1e-12)
 
 
 def test_other_dense_documents_change_all_that_follows_from_them():

@@ -280,6 +280,28 @@ def test_flags_that_make_steps_shorter_are_named_with_what_they_give() -> None:
     assert "max-tokens-per-micro-batch 4096" in line
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_flags_that_allow_more_never_make_steps_slower(seed: int, exact: bool) -> None:
+    """Counted rates of dense documents do not depend on what no micro-batch does."""
+    generator = np.random.default_rng(seed)
+    lengths = generator.integers(200, 3000, (1, 16))
+    lengths[0, :2] = generator.integers(3000, 8192, 2)
+    base = EXACT_FLAGS if exact else {"dense_up_to": "2048"}
+    tried: dict[str, tuple[int | None, ...]] = {
+        "max_segments": (1, 2, 8),
+        "max_context_parallel": (None, 2, 4, 8),
+    }
+    for name, values in tried.items():
+        changes = [base | {"segment_tokens": 512, name: value} for value in values]
+        shape = {"ranks": 8, "stages": 2, "micro_batches": 2, "neighbours_per_node": 4}
+        ms = [
+            predict(workload(lengths.tolist(), config=each, **shape)).makespan_ms
+            for each in changes
+        ]
+        assert all(after <= before for before, after in pairwise(ms)), (name, ms)
+
+
 def test_windows_that_give_nothing_are_not_named_and_uneven_tokens_are() -> None:
     assert window_lines(few_long(8, 1000)) == ()
     assert window_lines(few_long(3, 8000)) == ()

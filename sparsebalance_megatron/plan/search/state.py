@@ -38,25 +38,30 @@ class Contents:
         alike_X = np.array(list(map(number_of.__getitem__, keys)), dtype=np.int64)
         column_X = np.append(alike_X, len(number_of) + np.arange(costs.chunks))
         in_column = column_X == np.arange(len(self._chunk_of_X))[:, None]
-        work, dense, exchange, sequence, constant = (
+        work, dense, slower, exchange, sequence, constant = (
             np.stack([values[..., some].sum(axis=-1) for some in in_column], axis=-1)
             for values in (
-                *(work_2SX, costs.dense_tokens_SX, costs.exchange_2X, costs.sequence_2X),
-                costs.constant_2X,
+                *(work_2SX, costs.dense_tokens_SX, costs.slower_dense_2SX),
+                *(costs.exchange_2X, costs.sequence_2X, costs.constant_2X),
             )
         )
         terms = [(work - sequence[:, None]).transpose(1, 0, 2).reshape(samples, -1)]
-        self._work_terms = terms[0].shape[1]
-        if shared and costs.heads_more_2W.any():
-            terms.append(np.tile(dense, (1, 2)))
+        self._work_terms = times = terms[0].shape[1]
+        self._of_dense = []
+        """Terms of dense documents that ranks share, and what they weigh by cp_size."""
+        for by_sample_SF, weight_2W in (
+            (np.tile(dense, (1, 2)), costs.heads_more_2W),
+            (np.concatenate(slower, axis=1), np.tile(costs.gathering_share_W, (2, 1))),
+        ):
+            if shared and weight_2W.any():
+                some = slice(times * len(terms), times * (len(terms) + 1))
+                self._of_dense.append((some, np.repeat(weight_2W.T, times // 2, axis=1)))
+                terms.append(by_sample_SF)
         counts_3S = [np.ones(samples), costs.lengths_tokens_S, costs.blocks_S]
         self.of_sample_SX = np.concatenate([*terms, np.stack(counts_3S, axis=1)], axis=1)
         self._constant, self._sequence = constant.reshape(-1), sequence.reshape(-1)
         self._share_W = costs.share_W
-        received_WF, self._heads_more_WF = (
-            np.repeat(values_2W.T, sequence.shape[1], axis=1)
-            for values_2W in (costs.received_2W, costs.heads_more_2W)
-        )
+        received_WF = np.repeat(costs.received_2W.T, sequence.shape[1], axis=1)
         self._exchange_WF = received_WF * exchange.reshape(-1)
         self._costs = costs
 
@@ -72,9 +77,8 @@ class Contents:
         ms = contents[..., : self._work_terms] * share
         if cp_size.max(initial=1) > 1:
             ms += contents[..., TOKENS, None] * self._exchange_WF[cp_size]
-            dense = contents[..., self._work_terms : SEQUENCES]
-            if dense.size:
-                ms += dense * self._heads_more_WF[cp_size]
+            for some, weight_WF in self._of_dense:
+                ms += contents[..., some] * weight_WF[cp_size]
         ms += contents[..., SEQUENCES, None] * self._sequence
         ms += self._constant
         if self._costs.has_slow_devices:

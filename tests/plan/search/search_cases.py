@@ -9,6 +9,7 @@ from plan.plan_cases import cost_model, job_shape, placed, random_cp_sizes, rand
 
 from sparsebalance_megatron.cost.exchange import Exchange
 from sparsebalance_megatron.cost.model import StageScales
+from sparsebalance_megatron.cost.parts import SegmentCost
 from sparsebalance_megatron.plan.arrangement import Arrangement
 from sparsebalance_megatron.plan.groups import Groups, is_power_of_two
 from sparsebalance_megatron.plan.pipeline.simulator import makespans_ms
@@ -97,9 +98,11 @@ def random_case(shape, max_cp_size, seed, *, size=2, cap_over_start=1.2, slow=Tr
             kv_heads=4,
             heads_within=4 if seed % 3 else 1,
         ),
+        segments=SegmentCost(dense_slowness=1.5),
     )
     scales = StageScales.of(np.ones((2, stages, chunks)), slowness_RP)
-    costs = step_costs(lengths, job, cost, scales)
+    dense_LS = generator.random((job.layers, len(lengths))) < 0.3
+    costs = step_costs(lengths, job, cost, scales, dense_LS)
     per_rank = np.bincount(place_S, lengths, minlength=job.places) / cp_sizes_RM.reshape(-1)
     return Case(
         costs=costs,
