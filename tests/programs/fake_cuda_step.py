@@ -45,6 +45,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.jit import MockTensor  # noqa: E402
 
 from sparsebalance_megatron import integration, pretrain_gpt  # noqa: E402
 from sparsebalance_megatron.learn import step_planner  # noqa: E402
@@ -112,7 +113,11 @@ def compiled_for(capability: int, launches: Iterable[TritonLaunch]) -> dict[str,
     compiled: dict[str, set[str]] = {}
     for launch in launches:
         types = [x.dtype if isinstance(x, Tensor) else x for x in launch.arguments]
-        named = {k: x.dtype if isinstance(x, Tensor) else x for k, x in launch.keywords.items()}
+        # Triton takes dtypes for tensors among the positional arguments alone.
+        named = {
+            name: MockTensor(value.dtype) if isinstance(value, Tensor) else value
+            for name, value in launch.keywords.items()
+        }
         found = launch.kernel.warmup(*types, grid=(1,), **named)
         compiled.setdefault(launch.name, set()).add(found.hash)
     return {name: len(hashes) for name, hashes in sorted(compiled.items())}
