@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from attention.cases import NAMES, SCALE, Case, make_case
 from attention.sequence import segmented
 from attention.sequence.slices import BLOCK, local_selection, random_owners, slices_of
