@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsebalance_megatron.config import SparseBalanceConfig, flag_name, flag_with
+from sparsebalance_megatron.config import ConfigError, SparseBalanceConfig, flag_name, flag_with
 from sparsebalance_megatron.cost.memory import GIBIBYTE
 from sparsebalance_megatron.cost.model import OF_MODEL_ATTENTION, counted_rates
 from sparsebalance_megatron.errors import PlanError
@@ -26,7 +26,7 @@ from sparsebalance_megatron.predict.outcome import (
     predict,
     unhideable_steps,
 )
-from sparsebalance_megatron.predict.workload import Placer, Workload
+from sparsebalance_megatron.predict.workload import Placer, Workload, WorkloadError
 from sparsebalance_megatron.text_table import progress_bar
 
 LEAST_SPEEDUP = 1.01
@@ -37,7 +37,7 @@ WINDOW_STEPS = 8
 """Steps that are planned to find what windows would give."""
 _TRIED_WINDOW = 4
 _LEAST_FLAG_SPEEDUP = 1.05
-"""Of flags that were not given, for them to be named."""
+"""A flag that was not given is named from this speedup on."""
 _TRIED_SEGMENTS = 8
 _TRIED_CP_SIZE = 4
 _MOST_VARIATION = 0.3
@@ -267,7 +267,8 @@ def speedup_lines(given: TableRow, with_flags: Callable[[str], Workload]) -> Ite
     device.
 
     Args:
-        with_flags: the job with more flags. Raises a ValueError where training refuses them.
+        with_flags: the job with more flags. Raises a ConfigError or a WorkloadError where training
+            refuses them; such flags are not named.
     """
     assert given.outcome is not None
     for flags in _tried_flags(given):
@@ -275,7 +276,7 @@ def speedup_lines(given: TableRow, with_flags: Callable[[str], Workload]) -> Ite
             workload = with_flags(flags)
             row = TableRow(names=(flags,), workload=workload.of_steps(_STEPS))
             step_ms = predict(row.workload).step_ms
-        except ValueError:
+        except (ConfigError, PlanError, WorkloadError):
             continue
         speedup = sum(given.outcome.step_ms[: len(step_ms)]) / sum(step_ms)
         if row.fits and speedup >= _LEAST_FLAG_SPEEDUP:

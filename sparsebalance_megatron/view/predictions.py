@@ -50,7 +50,7 @@ def predicted(
 ) -> tuple[Comparison, list[str]]:
     """A job in every way to plan it, and the lines that say what came out.
 
-    ``with_flags``: the job with more flags; raises a ValueError where training refuses them.
+    ``with_flags``: the job with more flags; see :func:`.speedup_lines`.
     """
     ways = rows_of(workload)
     given = given_row(workload, ways)
@@ -178,7 +178,8 @@ def _rates(workload: Workload) -> str:
 
 
 def _cells(row: TableRow, reference: TableRow, step: str, *, has_coverage: bool) -> dict[str, str]:
-    """By headings, of which ``step`` is the first; speeds are over the reference."""
+    """Cells of a row by their headings, of which ``step`` is the first; speeds are over the
+    reference."""
     outcome, over = row.outcome, f"over\n{reference.names[-1]}"
     headings = (step, "tokens/s\na GPU", "MFU", over, "bound\nratio", "idle", "cover-\nage")
     cells = dict.fromkeys(headings, "-")

@@ -134,7 +134,7 @@ class Work(Conversions):
         self.after = self.run("after", self._commands_after())
 
     def logits(self, *reading: str | int) -> torch.Tensor:
-        """Of the packed tokens, as a model, selection, budgets by layer and base budget give."""
+        """Logits of the packed tokens by a model, selection, budgets by layer and base budget."""
         name = " ".join(map(str, reading))
         succeeded(self.before[name])
         return torch.load(self.root / f"{name}.pt")

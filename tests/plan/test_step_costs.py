@@ -79,7 +79,7 @@ def test_matches_naive_sum(seed, pipeline):
 
 @pytest.mark.parametrize(("heads", "cp_size", "is_slower"), [(4, 4, False), (2, 4, True)])
 def test_dense_documents_take_longer_where_heads_do_not_travel(heads, cp_size, is_slower):
-    """Of each rank's share of the work; documents that layers attend to by lists do not."""
+    """The time grows by the rank's share; that of documents with lists does not."""
     job = job_shape(cp_size, 1, 2)
     dense_LS = np.ones((job.layers, 2), dtype=bool)
     dense_LS[0, 1] = False

@@ -73,7 +73,7 @@ def test_one_rank_reports_for_all_in_a_line(
 def test_sigterm_ends_the_process_and_what_is_left_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a rank that reaches no other."""
+    """A rank that reaches no other tells it."""
     how = {"world_size": 2, "save": str(tmp_path), "iteration": lambda: 5}
     with pytest.raises(SystemExit) as raised, failure_report(rank=1, **how):
         signal.raise_signal(signal.SIGTERM)
